@@ -134,6 +134,24 @@ class ChecksumMismatch(TransientStoreError):
     error_id = "store_checksum_mismatch"
 
 
+class UploadAbandoned(PermanentStoreError):
+    """This upload cannot go on (failed fsync, upload id gone): begin another under a new key."""
+
+    error_id = "store_upload_abandoned"
+
+
+class StoreFull(PermanentStoreError):
+    """No space or quota left in the store."""
+
+    error_id = "store_full"
+
+
+class StoreClockSkew(PermanentStoreError):
+    """This machine's clock differs too much from the store's for signed requests."""
+
+    error_id = "s3_clock_skew"
+
+
 class StoreLacksConditionalPut(PermanentStoreError):
     """The store ignores create-if-absent, on which every safety rule rests."""
 
@@ -176,6 +194,17 @@ class AppendRefused(LogError):
     """A rule of the log forbids this record on the present state."""
 
     error_id = "log_append_refused"
+
+
+class JobFinished(LogError):
+    """The job is marked as finished; running it again does nothing."""
+
+    error_id = "job_finished"
+    exit_code = ExitCode.DONE
+
+    def __init__(self, step: int, *, hint: str = "") -> None:
+        super().__init__(f"the job finished at step {step}", hint=hint)
+        self.step = step
 
 
 class NoCheckpointFound(LogError):

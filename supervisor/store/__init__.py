@@ -1,0 +1,1 @@
+"""Where checkpoints live: one interface, a directory and an S3 implementation, and wrappers."""
