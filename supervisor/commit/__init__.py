@@ -1,1 +1,1 @@
-"""How a checkpoint becomes visible: the commit log, its rules, and everything that appends to it."""
+"""How a checkpoint becomes visible: the commit log, its rules, and all that appends to it."""
