@@ -1,0 +1,244 @@
+"""A shard on its way into S3: one PUT if it is one chunk, else a multipart upload, a part a chunk.
+
+The server verifies the SHA-256 of every chunk as it arrives and, for the whole, the SHA-256 of the
+chunks' digests (the composite checksum, which is by construction the shard's own digest). Nothing
+here puts a condition on a name: names are never used twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from supervisor import failpoints
+from supervisor.errors import (
+    ChecksumMismatch,
+    ObjectMissing,
+    PermanentStoreError,
+    UploadAbandoned,
+)
+from trainer_sdk.protocol.manifest import MAX_CHUNKS, num_chunks, shard_digest
+
+if TYPE_CHECKING:
+    from supervisor.store.s3 import S3Store
+
+# Source: S3 User Guide, "Amazon S3 multipart upload limits".
+MIN_PART_BYTES: Final = 5 * 1024 * 1024
+MAX_PART_BYTES: Final = 5 * 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """A part the store holds; `etag` is opaque."""
+
+    etag: str
+    sha256: str | None  # hex
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPlan:
+    """Key and division of one shard."""
+
+    key: str
+    size_bytes: int
+    chunk_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 1 or self.chunk_bytes < 1:
+            raise ValueError(f"shard of {self.size_bytes} bytes in chunks of {self.chunk_bytes}")
+        if self.num_chunks > MAX_CHUNKS:
+            raise ValueError(f"{self.num_chunks} chunks; S3 takes {MAX_CHUNKS}")
+        if self.num_chunks > 1 and self.chunk_bytes < MIN_PART_BYTES:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes; S3 wants {MIN_PART_BYTES}")
+        if min(self.chunk_bytes, self.size_bytes) > MAX_PART_BYTES:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes; S3 takes {MAX_PART_BYTES}")
+
+    @property
+    def num_chunks(self) -> int:
+        return num_chunks(size_bytes=self.size_bytes, chunk_bytes=self.chunk_bytes)
+
+    def chunk_size(self, index: int) -> int:
+        """The size of one chunk.
+
+        Raises:
+            ValueError: there is no such chunk.
+        """
+        if not 0 <= index < self.num_chunks:
+            raise ValueError(f"{self.key!r} has {self.num_chunks} chunks, no {index}")
+        return min(self.chunk_bytes, self.size_bytes - index * self.chunk_bytes)
+
+    def check_chunk(self, index: int, data: memoryview) -> memoryview:
+        """The chunk as bytes.
+
+        Raises:
+            ValueError: it has another size than planned.
+        """
+        view = data.cast("B")
+        if len(view) != self.chunk_size(index):
+            raise ValueError(f"chunk {index} of {self.key!r} has {len(view)} bytes")
+        return view
+
+
+class SinglePut:
+    """Implements `ShardUpload` for a shard of one chunk. Cannot be resumed; it is sent again."""
+
+    resume_token = ""
+
+    def __init__(self, store: S3Store, plan: UploadPlan) -> None:
+        self._store = store
+        self._plan = plan
+        self._digest: bytes | None = None
+
+    def stored_chunks(self, *, timeout_s: float) -> Mapping[int, str]:
+        return {} if self._digest is None else {0: self._digest.hex()}
+
+    def put_chunk(self, index: int, data: memoryview, *, sha256: bytes, timeout_s: float) -> None:
+        view = self._plan.check_chunk(index, data)
+        failpoints.hit("upload.chunk.before")
+        self._store.put_object(self._plan.key, view, sha256=sha256, timeout_s=timeout_s)
+        self._digest = sha256
+        failpoints.hit("upload.chunk.after")
+
+    def complete(self, chunk_digests: Sequence[bytes], *, timeout_s: float) -> None:
+        if len(chunk_digests) != 1 or self._digest is None:
+            raise ValueError(f"{self._plan.key!r}: its one chunk was not sent")
+        if chunk_digests[0] != self._digest:
+            raise ChecksumMismatch(f"{self._plan.key!r}: another chunk was sent")
+        failpoints.hit("upload.complete.before")
+        verify_object(
+            self._store,
+            self._plan,
+            wanted=base64.b64encode(self._digest).decode(),
+            timeout_s=timeout_s,
+        )
+        failpoints.hit("upload.complete.after")
+
+    def abort(self, *, timeout_s: float) -> None:
+        """Nothing is under way; an object that was sent is garbage for a sweep."""
+
+
+class MultipartUpload:
+    """Implements `ShardUpload` for a shard of several chunks. The token is the upload's id."""
+
+    def __init__(
+        self,
+        store: S3Store,
+        plan: UploadPlan,
+        *,
+        upload_id: str,
+        parts: Mapping[int, StoredPart],
+    ) -> None:
+        self.resume_token = upload_id
+        self._store = store
+        self._plan = plan
+        self._lock = threading.Lock()
+        # A part without the server's checksum may hold anything: it is sent again.
+        self._parts = {
+            number - 1: part
+            for number, part in parts.items()
+            if part.sha256 is not None
+            and 1 <= number <= plan.num_chunks
+            and part.size_bytes == plan.chunk_size(number - 1)
+        }
+
+    def stored_chunks(self, *, timeout_s: float) -> Mapping[int, str]:
+        with self._lock:
+            return {index: part.sha256 or "" for index, part in self._parts.items()}
+
+    def put_chunk(self, index: int, data: memoryview, *, sha256: bytes, timeout_s: float) -> None:
+        view = self._plan.check_chunk(index, data)
+        failpoints.hit("upload.chunk.before")
+        etag = self._store.put_part(
+            self._plan.key,
+            view,
+            upload_id=self.resume_token,
+            number=index + 1,
+            sha256=sha256,
+            timeout_s=timeout_s,
+        )
+        part = StoredPart(etag=etag, sha256=sha256.hex(), size_bytes=len(view))
+        with self._lock:
+            self._parts[index] = part
+        failpoints.hit("upload.chunk.after")
+
+    def complete(self, chunk_digests: Sequence[bytes], *, timeout_s: float) -> None:
+        with self._lock:
+            parts = dict(self._parts)
+        self._check_digests(parts, chunk_digests)
+        failpoints.hit("upload.complete.before")
+        try:
+            self._store.complete_parts(
+                self._plan,
+                upload_id=self.resume_token,
+                parts=[parts[index] for index in range(len(chunk_digests))],
+                timeout_s=timeout_s,
+            )
+        except UploadAbandoned:
+            # An earlier attempt without a reply may have completed it.
+            self._verify(chunk_digests, timeout_s, is_expected=False)
+        else:
+            self._verify(chunk_digests, timeout_s, is_expected=True)
+        failpoints.hit("upload.complete.after")
+
+    def abort(self, *, timeout_s: float) -> None:
+        self._store.abort_parts(self._plan.key, upload_id=self.resume_token, timeout_s=timeout_s)
+
+    def _check_digests(
+        self, parts: Mapping[int, StoredPart], chunk_digests: Sequence[bytes]
+    ) -> None:
+        wanted = self._plan.num_chunks
+        if len(chunk_digests) != wanted or len(parts) != wanted:
+            raise ValueError(
+                f"{self._plan.key!r}: {len(parts)} of {wanted} chunks are stored, "
+                f"{len(chunk_digests)} digests given"
+            )
+        for index, digest in enumerate(chunk_digests):
+            if parts[index].sha256 != digest.hex():
+                raise ChecksumMismatch(f"{self._plan.key!r}: another chunk {index} was sent")
+
+    def _verify(
+        self, chunk_digests: Sequence[bytes], timeout_s: float, *, is_expected: bool
+    ) -> None:
+        composite = base64.b64encode(shard_digest(chunk_digests)).decode()
+        try:
+            verify_object(
+                self._store,
+                self._plan,
+                wanted=f"{composite}-{len(chunk_digests)}",
+                timeout_s=timeout_s,
+            )
+        except ObjectMissing as error:
+            if is_expected:
+                raise PermanentStoreError(
+                    f"{self._plan.key!r} is not there right after it was completed",
+                    hint="this store does not keep what it was given",
+                ) from error
+            raise UploadAbandoned(
+                f"the upload of {self._plan.key!r} is gone", hint="begin another one"
+            ) from error
+
+
+def verify_object(store: S3Store, plan: UploadPlan, *, wanted: str, timeout_s: float) -> None:
+    """Check size and checksum of a complete object.
+
+    Raises:
+        ChecksumMismatch: it is another object.
+        PermanentStoreError: the store took checksums but keeps none.
+        ObjectMissing, StoreError
+    """
+    size_bytes, checksum = store.head_checksum(plan.key, timeout_s=timeout_s)
+    if size_bytes != plan.size_bytes:
+        raise ChecksumMismatch(f"{plan.key!r} has {size_bytes} bytes, not {plan.size_bytes}")
+    if not store.sends_checksums:
+        return  # our own digest decides at restore
+    if checksum is None:
+        raise PermanentStoreError(
+            f"{plan.key!r}: the store keeps no SHA-256 of it",
+            hint='set request_checksums = "when_required" for this store',
+        )
+    if checksum != wanted:
+        raise ChecksumMismatch(f"{plan.key!r}: the store's checksum is not the shard's")
