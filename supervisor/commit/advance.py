@@ -1,0 +1,216 @@
+"""Vote for a step and commit it once every node has. Section 6 of the commit protocol.
+
+A part is a vote: everything it names is durable before it is written. Any node of the generation,
+or the next one's claimer, turns a complete set of votes into a commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from supervisor import failpoints
+from supervisor.clock import Deadline
+from supervisor.commit import rules
+from supervisor.commit.log import CALL_TIMEOUT_S, CommitLog, Tail
+from supervisor.commit.reader import load_part
+from supervisor.commit.records import Epoch, PartRef
+from supervisor.commit.rules import Retention
+from supervisor.errors import (
+    DeadlineExceeded,
+    LogCorrupt,
+    ObjectMissing,
+    TransientStoreError,
+)
+from trainer_sdk.protocol.errors import ProtocolError
+from trainer_sdk.protocol.manifest import PartTable, encode_part, find_gap
+from trainer_sdk.protocol.names import PartName, parse_part_key, part_prefix
+
+DEFAULT_RETENTION: Final = Retention()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPart:
+    """A vote that is in the store."""
+
+    ref: PartRef
+    table: PartTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a generation is committed: its newest commit, or what it resumed from."""
+
+    seq: int | None
+    step: int
+    is_new: bool  # this call appended the commit
+
+
+def write_part(log: CommitLog, table: PartTable, deadline: Deadline) -> WrittenPart:
+    """Write this node's vote. Each attempt takes a new name, so no name has two contents.
+
+    Raises:
+        ProtocolError: the table is wrong.
+        DeadlineExceeded: no attempt was known to succeed; a vote may be there all the same, which
+            harms nothing: what it names is durable.
+        StoreError
+    """
+    data = encode_part(table)
+    waits = log.waits(deadline)
+    last_error: TransientStoreError | None = None
+    while not deadline.is_over:
+        key = PartName(
+            generation=table.gen, step=table.step, node=table.node, uid=log.new_uid()
+        ).key
+        try:
+            failpoints.hit("part.put.before")
+            log.store.put_bytes(log.keys.full(key), data, timeout_s=deadline.sooner(CALL_TIMEOUT_S))
+            failpoints.hit("part.put.after")
+        except TransientStoreError as error:
+            last_error = error
+            waits()
+            continue
+        sha256 = hashlib.sha256(data).hexdigest()
+        return WrittenPart(ref=PartRef(key=key, sha256=sha256, size_bytes=len(data)), table=table)
+    raise DeadlineExceeded(
+        f"step {table.step}: the time for writing the part of node {table.node} is up"
+    ) from last_error
+
+
+def advance(
+    log: CommitLog,
+    gen: int,
+    deadline: Deadline,
+    known_part: WrittenPart | None = None,
+    *,
+    retention: Retention = DEFAULT_RETENTION,
+) -> Progress:
+    """Commit the newest step of `gen` that every node has voted for, if there is one.
+
+    To be called until one's own vote is covered. Reads no votes but those that count. With
+    `known_part` a one-node generation needs no listing.
+
+    Raises:
+        Fenced: a newer generation has begun.
+        OutcomeUnknown, DeadlineExceeded: call again.
+        LogError, StoreError
+    """
+    tail = _tail_of(log, gen, deadline)
+    epoch = _epoch_of(log, tail, deadline)
+    for step, votes in _candidates(log, tail, epoch, known_part, deadline):
+        chosen = _complete_set(log, tail, epoch, votes, known_part, deadline)
+        if chosen is None:
+            continue
+        make = rules.commit(
+            at_step=step,
+            parts=tuple(part.ref for part in chosen),
+            base=next((p.table.base for p in chosen if p.table.base is not None), None),
+            flags=tuple(sorted({flag for part in chosen for flag in part.table.flags})),
+            retention=retention,
+        )
+        done = log.append(make, my_gen=gen, deadline=deadline)
+        return Progress(seq=done.state.last_commit, step=done.state.last_step, is_new=done.is_new)
+    newest = tail.state.last_commit if tail.state.has_committed else tail.state.resume
+    return Progress(seq=newest, step=tail.state.last_step, is_new=False)
+
+
+def pending_parts(log: CommitLog, tail: Tail, deadline: Deadline) -> frozenset[str]:
+    """Job keys of the votes of the tail's generation that no commit covers."""
+    found = _list_votes(log, tail, deadline)
+    return frozenset(name.key for names in found.values() for name in names)
+
+
+def _tail_of(log: CommitLog, gen: int, deadline: Deadline) -> Tail:
+    waits = log.waits(deadline)
+    while True:
+        tail = log.check_not_fenced(gen, deadline)
+        if tail.state.gen == gen:
+            return tail
+        waits()  # a stale read: the generation is known to have begun
+
+
+def _epoch_of(log: CommitLog, tail: Tail, deadline: Deadline) -> Epoch:
+    record = log.read(tail.state.epoch or 0, deadline)
+    if not isinstance(record.body, Epoch):
+        raise LogCorrupt(f"log slot {record.seq} should have begun generation {tail.state.gen}")
+    return record.body
+
+
+def _candidates(
+    log: CommitLog,
+    tail: Tail,
+    epoch: Epoch,
+    known_part: WrittenPart | None,
+    deadline: Deadline,
+) -> list[tuple[int, list[PartName]]]:
+    """Steps that may be complete, newest first, with the names of their votes in key order."""
+    if known_part and epoch.nodes == 1 and _fits(known_part.table, tail, epoch):
+        if known_part.table.step <= tail.state.last_step:
+            return []
+        return [(known_part.table.step, [parse_part_key(known_part.ref.key)])]
+    votes = _list_votes(log, tail, deadline)
+    return [
+        (step, votes[step])
+        for step in sorted(votes, reverse=True)
+        # Every node has a rank, so fewer nodes than the generation's cannot be complete.
+        if len({name.node for name in votes[step]}) >= epoch.nodes
+    ]
+
+
+def _list_votes(log: CommitLog, tail: Tail, deadline: Deadline) -> dict[int, list[PartName]]:
+    prefix = log.keys.full(part_prefix(tail.state.gen))
+    votes: dict[int, list[PartName]] = {}
+    for info in log.store.list_keys(prefix, timeout_s=deadline.sooner(CALL_TIMEOUT_S)):
+        try:
+            name = parse_part_key(log.keys.relative(info.key))
+        except ProtocolError:
+            continue  # not a vote; the sweep reports it
+        if name.step > tail.state.last_step:
+            votes.setdefault(name.step, []).append(name)
+    for names in votes.values():
+        names.sort(key=lambda name: name.key)
+    return votes
+
+
+def _complete_set(
+    log: CommitLog,
+    tail: Tail,
+    epoch: Epoch,
+    votes: list[PartName],
+    known_part: WrittenPart | None,
+    deadline: Deadline,
+) -> list[WrittenPart] | None:
+    """The first fitting part of each node, if together they are the whole checkpoint."""
+    chosen: dict[int, WrittenPart] = {}
+    for name in votes:
+        if name.node in chosen:
+            continue
+        part = _load_vote(log, name, known_part, deadline)
+        if part and _fits(part.table, tail, epoch):
+            chosen[name.node] = part
+    parts = [chosen[node] for node in sorted(chosen)]
+    return None if find_gap([part.table for part in parts]) else parts
+
+
+def _load_vote(
+    log: CommitLog, name: PartName, known_part: WrittenPart | None, deadline: Deadline
+) -> WrittenPart | None:
+    if known_part and known_part.ref.key == name.key:
+        return known_part
+    try:
+        data, table = load_part(log, name.key, deadline)
+    except (ObjectMissing, ProtocolError):
+        return None  # swept meanwhile, or not a vote; another part of the node may be
+    sha256 = hashlib.sha256(data).hexdigest()
+    return WrittenPart(ref=PartRef(key=name.key, sha256=sha256, size_bytes=len(data)), table=table)
+
+
+def _fits(table: PartTable, tail: Tail, epoch: Epoch) -> bool:
+    return (table.gen, table.epoch, table.nodes, table.world, table.layout) == (
+        tail.state.gen,
+        tail.state.epoch,
+        epoch.nodes,
+        epoch.world,
+        epoch.layout,
+    )
