@@ -34,7 +34,8 @@ class ShardUpload(Protocol):
     """One shard on its way into the store, chunk by chunk, in any order and by many threads.
 
     `resume_token` is opaque; persisted by the caller and given to `open_upload` again it lets a
-    restarted supervisor go on. It is empty where nothing can be resumed.
+    restarted supervisor go on. It may grow with each chunk: persist it again now and then (an older
+    one is valid too, but may resume fewer chunks). It is empty where nothing can be resumed.
     """
 
     @property
@@ -119,9 +120,10 @@ class ObjectStore(Protocol):
         ...
 
     def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
-        """All objects whose key begins with `prefix`, in the order of their keys.
+        """All objects whose key begins with `prefix`, each once, in no order to rely on.
 
-        The limit holds for each request that the listing needs.
+        S3 sorts by key, but directory buckets and SeaweedFS do not. What appears or goes while the
+        listing runs may be in it or not. The limit holds for each request that it needs.
         """
         ...
 

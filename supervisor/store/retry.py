@@ -128,24 +128,21 @@ class RetryingStore:
         return self._retrier.run(lambda left_s: self._store.head(key, timeout_s=left_s), timeout_s)
 
     def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
-        """After a failure the listing begins anew and skips the keys that were yielded."""
-        last = ""
-        deadline = Deadline.after(self._retrier.clock, timeout_s)
+        """After a failure the listing begins anew and skips what was yielded."""
+        seen: set[str] = set()
         listing = self._store.list_keys(prefix, timeout_s=timeout_s)
 
         def following(left_s: float) -> ObjectInfo | None:
             nonlocal listing
             try:
-                return next((info for info in listing if info.key > last), None)
+                return next((info for info in listing if info.key not in seen), None)
             except TransientStoreError:
                 listing = self._store.list_keys(prefix, timeout_s=left_s)
                 raise
 
-        while (info := self._retrier.run(following, deadline.remaining_s())) is not None:
-            last = info.key
+        while (info := self._retrier.run(following, timeout_s)) is not None:
+            seen.add(info.key)
             yield info
-            # The limit holds for each page of a listing, not for what the caller does meanwhile.
-            deadline = Deadline.after(self._retrier.clock, timeout_s)
 
     def delete(self, key: str, *, timeout_s: float) -> None:
         self._retrier.run(lambda left_s: self._store.delete(key, timeout_s=left_s), timeout_s)

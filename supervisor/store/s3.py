@@ -37,7 +37,13 @@ from supervisor.errors import (
 from supervisor.store.base import ObjectInfo, ShardUpload
 from supervisor.store.s3_errors import error_of
 from supervisor.store.s3_http import Reply, SignedHttp, hide_secrets
-from supervisor.store.s3_upload import MultipartUpload, SinglePut, StoredPart, UploadPlan
+from supervisor.store.s3_upload import (
+    MultipartUpload,
+    SinglePut,
+    StoredPart,
+    UploadPlan,
+    parse_token,
+)
 
 _EXPIRES_S: Final = 900  # a signed request is sent at once; S3 looks at its age when it arrives
 _PATIENT_FROM_S: Final = 20.0
@@ -225,15 +231,16 @@ class S3Store:
         plan = UploadPlan(key=key, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
         if plan.num_chunks == 1:
             return SinglePut(self, plan)
-        if resume_token:
+        upload_id, noted = parse_token(resume_token or "")
+        if upload_id:
             with contextlib.suppress(UploadAbandoned, ObjectMissing):
-                parts = self._list_parts(key, resume_token, timeout_s)
-                return MultipartUpload(self, plan, upload_id=resume_token, parts=parts)
+                listed = self._list_parts(key, upload_id, timeout_s)
+                return MultipartUpload(self, plan, upload_id=upload_id, listed=listed, noted=noted)
         params = self._params(key) | self._encryption()
         if self.sends_checksums:
             params["ChecksumAlgorithm"] = "SHA256"
         upload_id = self._call("create_multipart_upload", key, params, timeout_s)["UploadId"]
-        return MultipartUpload(self, plan, upload_id=upload_id, parts={})
+        return MultipartUpload(self, plan, upload_id=upload_id, listed={}, noted={})
 
     def settle_log(self, *, timeout_s: float) -> None:
         """An object that can be read is durable."""

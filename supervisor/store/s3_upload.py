@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from supervisor import failpoints
 from supervisor.errors import (
@@ -121,8 +123,28 @@ class SinglePut:
         """Nothing is under way; an object that was sent is garbage for a sweep."""
 
 
+class _Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a resumed upload has to know: its id, and ETag and SHA-256 of the parts it sent.
+
+    Not every store lists the checksums of parts. An ETag that is still the one its PUT was
+    answered with says as much: the part was not replaced.
+    """
+
+    id: str
+    parts: dict[int, tuple[str, str]]
+
+
+def parse_token(token: str) -> tuple[str, Mapping[int, tuple[str, str]]]:
+    """Upload id and noted parts; an empty id if this is not a token."""
+    try:
+        read = msgspec.json.decode(token, type=_Token)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "", {}
+    return read.id, read.parts
+
+
 class MultipartUpload:
-    """Implements `ShardUpload` for a shard of several chunks. The token is the upload's id."""
+    """Implements `ShardUpload` for a shard of several chunks."""
 
     def __init__(
         self,
@@ -130,20 +152,29 @@ class MultipartUpload:
         plan: UploadPlan,
         *,
         upload_id: str,
-        parts: Mapping[int, StoredPart],
+        listed: Mapping[int, StoredPart],
+        noted: Mapping[int, tuple[str, str]],
     ) -> None:
-        self.resume_token = upload_id
         self._store = store
         self._plan = plan
+        self._upload_id = upload_id
         self._lock = threading.Lock()
-        # A part without the server's checksum may hold anything: it is sent again.
-        self._parts = {
-            number - 1: part
-            for number, part in parts.items()
-            if part.sha256 is not None
-            and 1 <= number <= plan.num_chunks
-            and part.size_bytes == plan.chunk_size(number - 1)
-        }
+        self._parts: dict[int, StoredPart] = {}
+        for number, part in listed.items():
+            etag, sha256 = noted.get(number, ("", ""))
+            known = part.sha256 or (sha256 if etag and etag == part.etag else None)
+            # A part of unknown content is sent again.
+            is_ours = 1 <= number <= plan.num_chunks
+            if known and is_ours and part.size_bytes == plan.chunk_size(number - 1):
+                self._parts[number - 1] = replace(part, sha256=known)
+
+    @property
+    def resume_token(self) -> str:
+        with self._lock:
+            parts = {
+                index + 1: (part.etag, part.sha256 or "") for index, part in self._parts.items()
+            }
+        return msgspec.json.encode(_Token(self._upload_id, parts)).decode()
 
     def stored_chunks(self, *, timeout_s: float) -> Mapping[int, str]:
         with self._lock:
@@ -155,7 +186,7 @@ class MultipartUpload:
         etag = self._store.put_part(
             self._plan.key,
             view,
-            upload_id=self.resume_token,
+            upload_id=self._upload_id,
             number=index + 1,
             sha256=sha256,
             timeout_s=timeout_s,
@@ -173,7 +204,7 @@ class MultipartUpload:
         try:
             self._store.complete_parts(
                 self._plan,
-                upload_id=self.resume_token,
+                upload_id=self._upload_id,
                 parts=[parts[index] for index in range(len(chunk_digests))],
                 timeout_s=timeout_s,
             )
@@ -185,7 +216,7 @@ class MultipartUpload:
         failpoints.hit("upload.complete.after")
 
     def abort(self, *, timeout_s: float) -> None:
-        self._store.abort_parts(self._plan.key, upload_id=self.resume_token, timeout_s=timeout_s)
+        self._store.abort_parts(self._plan.key, upload_id=self._upload_id, timeout_s=timeout_s)
 
     def _check_digests(
         self, parts: Mapping[int, StoredPart], chunk_digests: Sequence[bytes]
