@@ -416,6 +416,10 @@ class S3Store:
                 f"{what}: the connection could not be secured",
                 hint="set ca_bundle to the file of the authority of the server's certificate",
             ) from None
+        except RecursionError:  # boto3 asks for the region for ever if all answers are redirects
+            raise PermanentStoreError(
+                f"{what}: redirected again and again", hint="set the region or the endpoint"
+            ) from None
         except theirs.BotoCoreError as error:
             raise TransientStoreError(
                 f"{what}: {type(error).__name__}",
