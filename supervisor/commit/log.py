@@ -326,7 +326,7 @@ class CommitLog:
                 self.keys.hint, max_bytes=_MAX_HINT_BYTES, timeout_s=self._timeout(deadline)
             )
             seq = msgspec.json.decode(data, type=_Hint).seq
-        except (StoreError, msgspec.DecodeError, UnicodeDecodeError):
+        except (StoreError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return 0  # never trusted: without it the log is walked
         return seq if 0 <= seq <= MAX_SEQ else 0
 

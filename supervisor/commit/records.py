@@ -345,7 +345,7 @@ def decode_record(data: bytes, *, seq: int) -> Record:
             )
         envelope = msgspec.json.decode(data, type=_Envelope)
         body = msgspec.json.decode(envelope.body, type=_BODY_TYPES[envelope.kind])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LogCorrupt(f"log slot {seq} is not a record: {error}") from error
     record = Record(
         seq=envelope.seq,

@@ -222,6 +222,8 @@ def commit(
     """Make a step visible; the caller appends it under its generation."""
 
     def make(state: LogState, seq: int) -> Body | Done | Refuse:
+        if state.gen == 0:
+            return Refuse(AppendRefused("no generation has begun"))
         if state.last_step >= at_step:
             return Done(state.last_commit or 0)
         if base is not None and base not in state.live_seqs:

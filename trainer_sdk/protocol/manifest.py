@@ -191,9 +191,8 @@ def decode_part(data: bytes, *, key: str) -> PartTable:
                 hint="update lastgasp on this node",
             )
         table = msgspec.json.decode(data, type=PartTable)
-    except msgspec.DecodeError as error:  # also ValidationError; both may be plain UTF-8 errors
-        raise ProtocolError(f"{key!r} is not a part: {error}") from error
-    except UnicodeDecodeError as error:
+    # A nesting bomb ends in RecursionError, bytes that are not UTF-8 in UnicodeDecodeError.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"{key!r} is not a part: {error}") from error
     name = parse_part_key(key)
     if (name.generation, name.step, name.node) != (table.gen, table.step, table.node):
