@@ -29,6 +29,9 @@ NAMES: Final = frozenset(
         "sweep.delete",
         "dir.link",  # directory store: the name of a slot or small object
         "dir.rename",  # directory store: the name of a shard
+        "spool.write",
+        "spool.fsync",
+        "spool.publish",  # the directory of a whole checkpoint gets its name
     )
     for when in ("before", "after")
 )

@@ -1,0 +1,5 @@
+"""`python -m supervisor` is `lastgasp`."""
+
+from supervisor.cli import main
+
+main()

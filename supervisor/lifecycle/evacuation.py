@@ -1,0 +1,299 @@
+"""A notice: bring the ranks to one boundary, stage, upload, leave. Pure.
+
+Also the end of training, which stages its final image in the same way: every rank waits at the
+same boundary and is told what to do.
+"""
+
+from __future__ import annotations
+
+from supervisor.lifecycle import agreement, columns, ending, saving
+from supervisor.lifecycle.decision import Choice, Decision, decide
+from supervisor.lifecycle.inputs import (
+    Notice,
+    NoticeKind,
+    NoticeReceived,
+    NoticeWithdrawn,
+    RankAtBoundary,
+)
+from supervisor.lifecycle.outputs import AskHold, CancelPersist, ClearHold, ClearSave, SendOrder
+from supervisor.lifecycle.state import Column, PersistState, Phase
+from supervisor.lifecycle.turn import Turn
+
+# What is left of the lead time after the images are staged must do for upload and commit; without
+# a measured rate this share of it is kept.
+UNMEASURED_RESERVE = 0.25
+# A machine that is still there after its deadline goes on uploading for so long.
+OVERTIME_S = 30.0
+
+
+def on_notice(turn: Turn, event: NoticeReceived) -> None:
+    """Act on a notice: an advice asks for a save, everything else ends this machine's part."""
+    notice = event.notice
+    state = turn.state
+    if notice.kind is NoticeKind.ADVICE:
+        turn.report("info", "notice.received", source=notice.source, kind=notice.kind.value)
+        if state.policy.save_on_advice and state.phase in saving.ACTIVE:
+            turn.set(wanted_save=state.wanted_save or notice.source)
+            saving.schedule(turn)
+        return
+    if state.notice is not None:
+        _merge(turn, notice)
+        return
+    turn.report(
+        "warning",
+        "notice.received",
+        source=notice.source,
+        kind=notice.kind.value,
+        lead_time_s=round(notice.deadline_at - turn.now, 3),
+        reason=notice.reason,
+    )
+    turn.set(notice=notice, committed_since_notice=False)
+    _begin(turn, notice)
+
+
+def _merge(turn: Turn, notice: Notice) -> None:
+    """Two notices: the earliest deadline wins; a repetition changes nothing."""
+    standing = turn.state.notice
+    assert standing is not None
+    if notice.deadline_at < standing.deadline_at - 0.5:
+        turn.set(notice=notice)
+        turn.report("warning", "notice.sooner", source=notice.source)
+        if turn.state.phase is Phase.EVACUATING:
+            turn.set(evacuate_until=_evacuate_until(turn, notice))
+            turn.do(AskHold(deadline_at=notice.deadline_at))
+
+
+def _begin(turn: Turn, notice: Notice) -> None:
+    phase = turn.state.phase
+    if phase in saving.ACTIVE and turn.state.is_job_alive:
+        if turn.state.finish_step is None:
+            _choose(turn, notice)
+    elif phase in (Phase.STARTING, Phase.RESTORING):
+        # Nothing was trained in this life: the checkpoint it was to resume from stands.
+        turn.report("warning", "evacuation.nothing_to_save", resume_step=turn.state.resume_step)
+        turn.set(committed_since_notice=turn.state.resume_step is not None)
+        if turn.state.is_job_alive:
+            ending.leave(turn, patience_s=0.0)
+        else:
+            turn.exit(Phase.EVACUATED, ending.exit_code_after_notice(turn.state))
+    elif phase is Phase.RELAUNCHING:
+        turn.set(committed_since_notice=turn.state.last_commit_step is not None)
+        turn.exit(Phase.EVACUATED, ending.exit_code_after_notice(turn.state))
+    elif phase is Phase.STOPPING:
+        turn.set(
+            after_stop="exit" if turn.state.after_stop == "relaunch" else turn.state.after_stop
+        )
+        if turn.state.exit_code is None:
+            turn.set(exit_code=ending.exit_code_after_notice(turn.state))
+
+
+def _choose(turn: Turn, notice: Notice) -> None:
+    state = turn.state
+    newest = columns.newest_complete(state)
+    column = state.columns[newest] if newest is not None else None
+    is_open = column is not None and column.persist is not PersistState.COMMITTED
+    decision = decide(
+        turn.moment.measured,
+        time_left_s=notice.deadline_at - turn.now,
+        state_bytes=max((c.size_bytes for c in state.columns), default=0),
+        staged_remaining_bytes=column.size_bytes if column is not None and is_open else None,
+    )
+    _report_decision(turn, decision)
+    if decision.choice is Choice.STAGED and newest is not None:
+        turn.set(phase=Phase.UPLOADING, is_staged_fallback=True)
+        if column is not None and column.persist is not PersistState.RUNNING:
+            saving.persist(turn, newest)
+        return
+    _withdraw_ask(turn)
+    turn.set(
+        phase=Phase.EVACUATING,
+        stop_step=None,
+        stop_slot=None,
+        evacuate_until=_evacuate_until(turn, notice),
+    )
+    turn.do(AskHold(deadline_at=notice.deadline_at))
+    _agree(turn)
+
+
+def _report_decision(turn: Turn, decision: Decision) -> None:
+    turn.report(
+        "info",
+        "evacuation.decided",
+        choice=decision.choice.value,
+        time_left_s=round(decision.time_left_s, 3),
+        fresh_needs_s=round(decision.fresh_needs_s, 3),
+        staged_needs_s=decision.staged_needs_s and round(decision.staged_needs_s, 3),
+    )
+
+
+def _evacuate_until(turn: Turn, notice: Notice) -> float:
+    """The instant after which a fresh image could no longer be uploaded."""
+    left_s = max(0.0, notice.deadline_at - turn.now)
+    rate = turn.moment.measured.durable_bytes_per_s
+    size_bytes = max((column.size_bytes for column in turn.state.columns), default=0)
+    reserve_s = left_s * UNMEASURED_RESERVE
+    if rate and size_bytes:
+        reserve_s = min(left_s, size_bytes / rate + turn.moment.measured.commit_s)
+    return notice.deadline_at - reserve_s
+
+
+def _withdraw_ask(turn: Turn) -> None:
+    """A periodic save that no rank has begun gives its slot back; one half staged is let go."""
+    slot = columns.asked_slot(turn.state)
+    if slot is not None:
+        turn.state = turn.state.with_column(slot, Column())
+        turn.do(ClearSave())
+
+
+def on_rank_at_boundary(turn: Turn, event: RankAtBoundary) -> None:
+    """A rank waits: on the way to the stop step, or at the end of its training."""
+    turn.state = turn.state.with_rank(event.rank, held_at=event.step)
+    if turn.state.phase is Phase.EVACUATING:
+        _agree(turn)
+    elif turn.state.phase in saving.ACTIVE:
+        stage_final_if_due(turn)
+    elif turn.state.phase is Phase.UPLOADING:
+        # The newest staged image is being committed; there is no time for another.
+        pass
+    else:
+        turn.do(SendOrder(rank=event.rank, action="exit", step=event.step))
+
+
+def _held(turn: Turn) -> dict[int, int]:
+    return {
+        rank: view.held_at for rank, view in turn.state.ranks.items() if view.held_at is not None
+    }
+
+
+def _agree(turn: Turn) -> None:
+    held = _held(turn)
+    passed = {rank: turn.moment.steps.get(rank, 0) for rank in turn.state.ranks if rank not in held}
+    target = agreement.stop_step(held, passed)
+    if target is None:
+        return
+    target = max(target, turn.state.stop_step or 0)
+    if turn.state.stop_step is not None and turn.state.stop_step != target:
+        turn.set(stop_slot=None)
+    turn.set(stop_step=target)
+    for rank in agreement.to_release(held, target):
+        turn.state = turn.state.with_rank(rank, held_at=None)
+        turn.do(SendOrder(rank=rank, action="proceed", step=target))
+    if turn.state.stop_slot is None and agreement.is_reached(
+        _held(turn), world_size=turn.state.world_size, target=target
+    ):
+        _stage_all(turn, target)
+
+
+def _stage_all(turn: Turn, step: int) -> None:
+    slot = columns.writable_slot(turn.state, may_cancel=True)
+    if slot is None or not all(view.has_slots for view in turn.state.ranks.values()):
+        fall_back(turn, reason="the ranks have no image slots yet")
+        return
+    if turn.state.columns[slot].persist is PersistState.RUNNING:
+        turn.do(CancelPersist(slot=slot))
+    turn.state = columns.ask(turn.state, slot, step=step, now=turn.now)
+    turn.set(stop_slot=slot)
+    for rank in sorted(turn.state.ranks):
+        turn.do(SendOrder(rank=rank, action="stage", step=step, slot=slot))
+
+
+def stage_again(turn: Turn) -> None:
+    """The set at the stop step was not sound; the ranks still stand there."""
+    if turn.state.stop_step is not None and turn.state.phase is Phase.EVACUATING:
+        turn.set(stop_slot=None)
+        _stage_all(turn, turn.state.stop_step)
+
+
+def on_set_complete(turn: Turn, slot: int) -> None:
+    """Every rank's image of the stop step is ours: the ranks may go, the upload begins."""
+    column = turn.state.columns[slot]
+    if column.step != turn.state.stop_step:
+        return
+    turn.set(phase=Phase.UPLOADING)
+    saving.persist(turn, slot)
+    for rank in sorted(turn.state.ranks):
+        turn.do(SendOrder(rank=rank, action="exit", step=column.step or 0))
+
+
+def fall_back(turn: Turn, *, reason: str) -> None:
+    """No fresh image in time: commit the newest staged one, or leave with what is committed."""
+    newest = columns.newest_complete(turn.state)
+    turn.report("warning", "deadline.missed", reason=reason)
+    if newest is None or turn.state.columns[newest].persist is PersistState.COMMITTED:
+        ending.leave(turn, patience_s=turn.state.policy.stop_patience_s)
+        return
+    turn.set(phase=Phase.UPLOADING, is_staged_fallback=True)
+    if turn.state.columns[newest].persist is not PersistState.RUNNING:
+        saving.persist(turn, newest)
+
+
+def on_upload_settled(turn: Turn, step: int) -> None:
+    """A commit landed during the evacuation: if it is the newest we hold, leave."""
+    newest = columns.newest_complete(turn.state)
+    if newest is not None and (turn.state.columns[newest].step or 0) > step:
+        return
+    ending.leave(turn, patience_s=turn.state.policy.stop_patience_s)
+
+
+def stage_final_if_due(turn: Turn) -> None:
+    """All ranks came to the end of training: stage the final image, or let them end without."""
+    state = turn.state
+    held = _held(turn)
+    if state.phase not in saving.ACTIVE or len(held) < state.world_size or not held:
+        return
+    if columns.asked_slot(state) is not None and state.finish_step is not None:
+        return
+    steps = set(held.values())
+    if len(steps) > 1 or not all(view.has_slots for view in state.ranks.values()):
+        if len(steps) > 1:
+            turn.report("warning", "finish.uneven", steps=sorted(steps))
+        for rank, step in sorted(held.items()):
+            turn.do(SendOrder(rank=rank, action="resume", step=step))
+        turn.set(finish_step=max(steps), finish_since=turn.now)
+        return
+    step = steps.pop()
+    newest = columns.newest_complete(state)
+    if newest is not None and state.columns[newest].is_final:
+        return
+    _withdraw_ask(turn)
+    slot = columns.writable_slot(turn.state)
+    if slot is None:
+        return  # an upload is under way; its end brings us here again
+    turn.state = columns.ask(turn.state, slot, step=step, now=turn.now)
+    turn.set(finish_step=step, finish_since=turn.now)
+    for rank in sorted(turn.state.ranks):
+        turn.do(SendOrder(rank=rank, action="stage", step=step, slot=slot))
+
+
+def on_notice_withdrawn(turn: Turn, event: NoticeWithdrawn) -> None:
+    """Back to training where that is still possible, else relaunch after the stop."""
+    notice = turn.state.notice
+    if notice is None or notice.source != event.source:
+        return
+    turn.report("info", "notice.withdrawn", source=event.source, phase=turn.state.phase.value)
+    turn.set(notice=None)
+    if turn.state.phase is Phase.EVACUATING:
+        turn.do(ClearHold())
+        for rank, step in sorted(_held(turn).items()):
+            turn.state = turn.state.with_rank(rank, held_at=None)
+            turn.do(SendOrder(rank=rank, action="resume", step=step))
+        turn.set(phase=Phase.SAVING, stop_step=None, stop_slot=None, evacuate_until=None)
+    elif turn.state.phase is Phase.UPLOADING and turn.state.is_staged_fallback:
+        turn.set(phase=Phase.SAVING, is_staged_fallback=False)
+    elif turn.state.phase in (Phase.UPLOADING, Phase.EVACUATED, Phase.STOPPING):
+        turn.set(after_stop="relaunch", exit_code=None)
+
+
+def on_tick(turn: Turn) -> None:
+    """Keep an evacuation inside its time."""
+    state = turn.state
+    if state.phase is Phase.EVACUATING and state.evacuate_until is not None:
+        if turn.now >= state.evacuate_until:
+            late = sorted(r for r, view in state.ranks.items() if view.held_at is None)
+            fall_back(turn, reason=f"ranks {late} did not reach a boundary in time")
+    elif state.phase is Phase.UPLOADING and state.notice is not None:
+        if turn.now >= state.notice.deadline_at + OVERTIME_S:
+            turn.report("error", "deadline.missed", reason="the upload did not end in time")
+            ending.leave(turn, patience_s=0.0)
+        else:
+            saving.retry_due(turn)

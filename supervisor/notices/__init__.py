@@ -1,0 +1,1 @@
+"""Where preemption notices come from: one file a source, and the watcher that never dies."""

@@ -1,0 +1,130 @@
+"""What a notice source is, and the thread that watches one for ever.
+
+A source that fails never ends the daemon: it is asked again with growing waits, and its failure is
+a metric, a log line (once, until it recovers) and part of the status.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from supervisor.clock import Clock
+from supervisor.errors import SupervisorError
+from supervisor.lifecycle.inputs import Notice
+
+MAX_WAIT_S = 30.0
+
+
+class SourceFailed(SupervisorError):
+    """The source did not answer, or answered something that cannot be understood."""
+
+    error_id = "notice_source_failed"
+    is_retryable = True
+
+    def __init__(self, message: str, *, hint: str = "", wait_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.wait_s = wait_s
+
+
+class NoticeSource(Protocol):
+    """One place to look for notices."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks while all is well."""
+        ...
+
+    def look(self) -> tuple[Notice, ...]:
+        """The notices that stand now; empty if there are none.
+
+        Raises:
+            SourceFailed: it could not be told.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceHealth:
+    """How a source is doing, for the status."""
+
+    name: str
+    num_polls: int = 0
+    num_failures: int = 0
+    last_error: str = ""
+
+
+class NoticeWatcher:
+    """Looks at one source until stopped and tells what begins and what ends.
+
+    Invariant: a notice is told once, however often the source repeats it.
+    """
+
+    def __init__(
+        self,
+        source: NoticeSource,
+        *,
+        clock: Clock,
+        on_notice: Callable[[Notice], None],
+        on_withdrawn: Callable[[str], None],
+        on_health: Callable[[SourceHealth, SourceFailed | None], None],
+    ) -> None:
+        self._source = source
+        self._clock = clock
+        self._on_notice = on_notice
+        self._on_withdrawn = on_withdrawn
+        self._on_health = on_health
+        self._standing: set[tuple[str, str]] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name=f"notice-{source.name}", daemon=True
+        )
+        self.health = SourceHealth(name=source.name)
+
+    def start(self) -> None:
+        """Begin to look; the first look is at once, so that no notice set before us is missed."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking; does not wait for a request that hangs."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        num_in_a_row = 0
+        while not self._stop.is_set():
+            failure: SourceFailed | None = None
+            try:
+                self._tell(self._source.look())
+                num_in_a_row = 0
+            except SourceFailed as error:
+                failure = error
+                num_in_a_row += 1
+            self._note(failure)
+            wait_s = self._source.poll_s
+            if failure is not None:
+                grown_s = wait_s * 2.0 ** min(num_in_a_row - 1, 10)
+                wait_s = failure.wait_s or min(MAX_WAIT_S, grown_s)
+            self._stop.wait(wait_s)
+
+    def _note(self, failure: SourceFailed | None) -> None:
+        self.health = SourceHealth(
+            name=self._source.name,
+            num_polls=self.health.num_polls + 1,
+            num_failures=self.health.num_failures + (failure is not None),
+            last_error=failure.message if failure else "",
+        )
+        self._on_health(self.health, failure)
+
+    def _tell(self, notices: tuple[Notice, ...]) -> None:
+        found = {(notice.source, notice.kind.value): notice for notice in notices}
+        for key, notice in found.items():
+            if key not in self._standing:
+                self._on_notice(notice)
+        for key in self._standing - set(found):
+            self._on_withdrawn(key[0])
+        self._standing = set(found)

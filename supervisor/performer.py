@@ -1,0 +1,450 @@
+"""Carries out what the lifecycle asks for. Called by the main thread only; whatever blocks goes to
+a worker, which posts an event when it is done."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools
+from supervisor.checkpoint.local import LocalSets
+from supervisor.checkpoint.persist import Group, PersistCancelled, PersistJob, Tools
+from supervisor.checkpoint.workers import WorkerPool
+from supervisor.clock import Clock, Deadline
+from supervisor.commit import rules
+from supervisor.commit.claim import Claim, claim
+from supervisor.commit.log import CommitLog
+from supervisor.commit.records import LocalStep
+from supervisor.errors import (
+    Fenced,
+    LogError,
+    ManifestInvalid,
+    ShardError,
+    StoreError,
+    SupervisorError,
+)
+from supervisor.job.keeper import JobKeeper
+from supervisor.lifecycle import inputs, outputs
+from supervisor.lifecycle.inputs import Event
+from supervisor.lifecycle.outputs import Action
+from supervisor.prefetch import Prefetch
+from supervisor.ranks.board import NUM_SLOTS, RankBoard
+from trainer_sdk.protocol import messages
+from trainer_sdk.protocol.errors import ProtocolError
+
+CLAIM_LIMIT_S = 300.0
+RECORD_LIMIT_S = 60.0
+LAYOUT = "images-v1"
+IMAGES_PER_FRAME = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTerms:
+    """What every rank is told in its Welcome."""
+
+    job_id: str
+    staging: Literal["memory", "disk"]
+    schedule: Literal["boundary", "overlapped"]
+    hold_timeout_s: float
+    plan_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The I/O objects, made by `wiring`."""
+
+    clock: Clock
+    log: CommitLog
+    board: RankBoard
+    keeper: JobKeeper
+    persist: Tools
+    fetch: FetchTools
+    local: LocalSets
+    terms: RankTerms
+
+
+class Performer:
+    """Invariant: at most one persist a slot, one claim and one fetch are under way."""
+
+    def __init__(
+        self, parts: Parts, *, post: Callable[[Event], None], on_note: Callable[..., None]
+    ) -> None:
+        """`on_note(kind, **facts)` is told what metrics and status need."""
+        self._parts = parts
+        self._post = post
+        self._note = on_note
+        self._recorder = WorkerPool("recorder", 1)
+        self._prefetch = Prefetch(parts.log, parts.fetch, parts.clock)
+        self._claim: Claim | None = None
+        self._fetch: Fetch | None = None
+        self._fetched: FetchedCheckpoint | None = None
+        self.persists: dict[int, PersistJob] = {}
+        self.exit_code: int | None = None
+        self._handlers: dict[type[Action], Callable[[Any], None]] = {
+            outputs.LaunchJob: self._launch,
+            outputs.StopJob: self._stop_job,
+            outputs.ClaimGeneration: self._claim_generation,
+            outputs.WelcomeRank: self._welcome,
+            outputs.FetchImages: self._fetch_images,
+            outputs.SendImages: self._send_images,
+            outputs.AllocateSlots: self._allocate,
+            outputs.AskSave: self._ask_save,
+            outputs.ClearSave: self._clear_save,
+            outputs.AskHold: self._ask_hold,
+            outputs.ClearHold: self._clear_hold,
+            outputs.SendOrder: self._send_order,
+            outputs.Replan: self._replan,
+            outputs.Persist: self._persist,
+            outputs.CancelPersist: self._cancel_persist,
+            outputs.RecordFail: self._record_fail,
+            outputs.RecordFinish: self._record_finish,
+            outputs.SetAside: self._set_aside,
+            outputs.TellFinished: self._tell_finished,
+            outputs.Exit: self._exit,
+        }
+
+    def perform(self, action: Action) -> None:
+        """Carry out one action."""
+        self._handlers[type(action)](action)
+
+    @property
+    def generation(self) -> int:
+        return self._claim.gen if self._claim else 0
+
+    def _in_thread(self, name: str, call: Callable[[], None]) -> None:
+        threading.Thread(target=call, name=name, daemon=True).start()
+
+    # ------------------------------------------------------------ job
+
+    def _launch(self, action: outputs.LaunchJob) -> None:
+        del action
+        self._prefetch.start()
+        try:
+            pid = self._parts.keeper.launch(
+                on_exit=lambda code: self._post(inputs.JobExited(code=code, detail=_describe(code)))
+            )
+        except OSError as error:
+            self._post(inputs.LaunchFailed(reason=str(error)))
+            return
+        self._post(inputs.JobLaunched(pid=pid))
+
+    def _stop_job(self, action: outputs.StopJob) -> None:
+        def stop() -> None:
+            self._parts.keeper.stop(
+                patience_s=action.patience_s, on_left=lambda pids: self._note("strays", pids=pids)
+            )
+            self._post(inputs.JobStopped())
+
+        self._in_thread("stop-job", stop)
+
+    def _exit(self, action: outputs.Exit) -> None:
+        self.exit_code = action.code
+
+    # ------------------------------------------------------------ claim and restore
+
+    def _claim_generation(self, action: outputs.ClaimGeneration) -> None:
+        in_memory = None
+        if action.in_memory is not None:
+            generation, step, slot = action.in_memory
+            images = self._parts.board.images(slot, step=step)
+            in_memory = (LocalStep(gen=generation, step=step), images)
+
+        def work() -> None:
+            deadline = Deadline.after(self._parts.clock, CLAIM_LIMIT_S)
+            try:
+                local = self._parts.local.newest(
+                    self._parts.log, in_memory, world=action.world_size, deadline=deadline
+                )
+                request = rules.ClaimRequest(
+                    launch=self._parts.keeper.submission,
+                    round=self._parts.keeper.round,
+                    group=action.incarnation,
+                    nodes=1,
+                    world=action.world_size,
+                    layout=LAYOUT,
+                    allow_fresh=action.allow_fresh,
+                    local=local,
+                )
+                got = claim(
+                    self._parts.log, request, deadline, retention=self._parts.persist.retention
+                )
+            except SupervisorError as error:
+                self._post(
+                    inputs.ClaimFailed(
+                        error_id=error.error_id,
+                        reason=_with_hint(error),
+                        exit_code=int(error.exit_code),
+                    )
+                )
+                return
+            self._claim = got
+            self._post(_claimed(got))
+
+        self._in_thread("claim", work)
+
+    def _welcome(self, action: outputs.WelcomeRank) -> None:
+        seat = self._parts.board.seats.get(action.rank)
+        got = self._claim
+        if seat is None or got is None:
+            return
+        terms = self._parts.terms
+        message = messages.Welcome(
+            protocol=messages.PROTOCOL_VERSION,
+            job_id=terms.job_id,
+            generation=got.gen,
+            epoch=got.epoch,
+            resume=_resume_of(got),
+            num_slots=NUM_SLOTS,
+            staging=terms.staging,
+            schedule=terms.schedule,
+            hold_timeout_s=terms.hold_timeout_s,
+            plan_timeout_s=terms.plan_timeout_s,
+        )
+        self._parts.board.send(action.rank, message, () if seat.is_page_handed else (seat.page.fd,))
+
+    def _fetch_images(self, action: outputs.FetchImages) -> None:
+        del action
+        got = self._claim
+        assert got is not None
+        began_at = self._parts.clock.monotonic()
+        in_memory = [
+            self._parts.board.images(slot, step=step)
+            for slot in range(NUM_SLOTS)
+            if (step := got.resume.step if got.resume else None) is not None
+        ]
+
+        def work() -> None:
+            try:
+                self._fetched = self._bring(got, in_memory)
+            except (ShardError, ManifestInvalid) as error:
+                self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=True))
+                return
+            except (StoreError, LogError) as error:
+                self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=False))
+                return
+            self._note(
+                "fetched",
+                source=self._fetched.source,
+                size_bytes=self._fetched.size_bytes,
+                seconds=self._parts.clock.monotonic() - began_at,
+            )
+            self._post(inputs.ImagesReady())
+
+        self._in_thread("fetch", work)
+
+    def _bring(self, got: Claim, in_memory: list[Any]) -> FetchedCheckpoint:
+        if got.local is not None:
+            return self._parts.local.take(got.local, world=got.world)
+        assert got.resume is not None
+        prefetched = self._prefetch.take(got.resume.seq)
+        if prefetched is not None:
+            return prefetched
+        self._fetch = Fetch(self._parts.fetch, got.resume, in_memory=in_memory)
+        return self._fetch.run()
+
+    def _send_images(self, action: outputs.SendImages) -> None:
+        fetched = self._fetched
+        if fetched is None:
+            return
+        images = fetched.images
+        for start in range(0, len(images), IMAGES_PER_FRAME):
+            batch = images[start : start + IMAGES_PER_FRAME]
+            fds = tuple(image.buffer.reader() for image in batch)
+            message = messages.Images(
+                shards=tuple(
+                    messages.ShardRef(rank=i.rank, name=i.name, size_bytes=i.size_bytes)
+                    for i in batch
+                ),
+                is_last=start + IMAGES_PER_FRAME >= len(images),
+            )
+            self._parts.board.send(action.rank, message, fds)
+            for fd in fds:
+                os.close(fd)
+
+    def forget_fetched(self) -> None:
+        """Every rank has its state: the fetched copy is only memory now."""
+        self._fetched = None
+        self._parts.local.forget()
+
+    def _set_aside(self, action: outputs.SetAside) -> None:
+        got = self._claim
+        if got is None:
+            return
+        if got.local is not None:
+            self._parts.local.discard(got.local)
+            return
+        if got.resume_seq is not None:
+            make = rules.poison(got.resume_seq, why=action.why[:500], who="supervisor")
+            self._append("poison", make, gen=got.gen)
+
+    # ------------------------------------------------------------ ranks
+
+    def _allocate(self, action: outputs.AllocateSlots) -> None:
+        try:
+            self._parts.board.allocate(action.rank, action.slot_bytes)
+        except OSError as error:
+            self._note("slots_failed", rank=action.rank, reason=str(error))
+
+    def _ask_save(self, action: outputs.AskSave) -> None:
+        self._parts.board.forget_image(action.slot)
+        for seat in self._parts.board.seats.values():
+            seat.page.ask_save(action.step, action.slot)
+
+    def _clear_save(self, action: outputs.ClearSave) -> None:
+        del action
+        for seat in self._parts.board.seats.values():
+            seat.page.clear_save()
+
+    def _ask_hold(self, action: outputs.AskHold) -> None:
+        for seat in self._parts.board.seats.values():
+            seat.page.raise_notice(int((action.deadline_at or 0.0) * 1e9))
+            seat.page.ask_hold(0)
+
+    def _clear_hold(self, action: outputs.ClearHold) -> None:
+        del action
+        for seat in self._parts.board.seats.values():
+            seat.page.raise_notice(0)
+            seat.page.clear_hold()
+
+    def _send_order(self, action: outputs.SendOrder) -> None:
+        if action.action == "stage":
+            seat = self._parts.board.seats.get(action.rank)
+            if seat is not None:
+                seat.seals.pop(action.slot, None)
+        message = messages.Order(action=action.action, step=action.step, slot=action.slot)
+        self._parts.board.send(action.rank, message)
+
+    def _replan(self, action: outputs.Replan) -> None:
+        for rank in self._parts.board.seats:
+            self._parts.board.send(rank, messages.Replan(reason=action.reason))
+
+    def _tell_finished(self, action: outputs.TellFinished) -> None:
+        message = messages.FinishRecorded(is_durable=action.is_durable, reason=action.reason)
+        for rank in self._parts.board.seats:
+            self._parts.board.send(rank, message)
+
+    # ------------------------------------------------------------ durable
+
+    def _persist(self, action: outputs.Persist) -> None:
+        got = self._claim
+        assert got is not None
+        slot, step = action.slot, action.step
+        job = PersistJob(
+            self._parts.persist,
+            group=Group(gen=got.gen, epoch=got.epoch, world=got.world, layout=got.layout),
+            step=step,
+            images=self._parts.board.images(slot, step=step),
+            on_spooled=lambda: self._post(inputs.Spooled(slot=slot, step=step)),
+        )
+        self.persists[slot] = job
+        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, slot, step))
+
+    def _run_persist(self, job: PersistJob, slot: int, step: int) -> None:
+        try:
+            done = job.run()
+        except Fenced as error:
+            self._post(_persist_failed(slot, step, error, is_cancelled=True))
+            self._post(inputs.FencedOff(generation=job.group.gen))
+        except PersistCancelled as error:
+            self._post(_persist_failed(slot, step, error, is_cancelled=True))
+        except (SupervisorError, ProtocolError, OSError) as error:
+            self._post(_persist_failed(slot, step, error, is_cancelled=False))
+        else:
+            self._note("committed", done=done)
+            for rank in list(self._parts.board.seats):
+                message = messages.Committed(generation=job.group.gen, step=step)
+                self._parts.board.send(rank, message)
+            self._post(
+                inputs.CheckpointCommitted(
+                    slot=slot, step=step, generation=job.group.gen, seq=done.seq
+                )
+            )
+
+    def _cancel_persist(self, action: outputs.CancelPersist) -> None:
+        job = self.persists.get(action.slot)
+        if job is not None:
+            job.cancel()
+
+    def _record_fail(self, action: outputs.RecordFail) -> None:
+        if self._claim is not None:
+            self._append("fail", rules.fail(why=action.why, node=0), gen=self._claim.gen)
+
+    def _append(self, what: str, make: rules.Make, *, gen: int) -> None:
+        def work() -> None:
+            deadline = Deadline.after(self._parts.clock, RECORD_LIMIT_S)
+            try:
+                self._parts.log.append(make, my_gen=gen, deadline=deadline)
+            except SupervisorError as error:
+                self._note("record_failed", record=what, reason=_with_hint(error))
+
+        self._recorder.submit(work)
+
+    def _record_finish(self, action: outputs.RecordFinish) -> None:
+        got = self._claim
+        if got is None:
+            self._post(inputs.FinishRecorded(is_durable=False, reason="no generation was claimed"))
+            return
+
+        def work() -> None:
+            deadline = Deadline.after(self._parts.clock, RECORD_LIMIT_S)
+            try:
+                make = rules.finish(at_step=action.step)
+                self._parts.log.append(make, my_gen=got.gen, deadline=deadline)
+            except SupervisorError as error:
+                self._post(inputs.FinishRecorded(is_durable=False, reason=_with_hint(error)))
+                return
+            self._post(inputs.FinishRecorded(is_durable=True))
+
+        self._recorder.submit(work)
+
+
+def _claimed(got: Claim) -> inputs.Claimed:
+    resume_step = got.local.step if got.local else got.resume.step if got.resume else None
+    return inputs.Claimed(
+        generation=got.gen,
+        resume_step=resume_step,
+        is_local=got.local is not None,
+        is_adopted=got.adopted,
+    )
+
+
+def _resume_of(got: Claim) -> messages.Resume | None:
+    if got.local is not None:
+        return messages.Resume(
+            generation=got.local.gen, step=got.local.step, world_size=got.world, source="memory"
+        )
+    if got.resume is None:
+        return None
+    return messages.Resume(
+        generation=got.resume.gen,
+        step=got.resume.step,
+        world_size=got.resume.world,
+        source="store",
+    )
+
+
+def _persist_failed(
+    slot: int, step: int, error: Exception, *, is_cancelled: bool
+) -> inputs.PersistFailed:
+    error_id = error.error_id if isinstance(error, SupervisorError) else "internal"
+    return inputs.PersistFailed(
+        slot=slot,
+        step=step,
+        error_id=error_id,
+        reason=_with_hint(error),
+        is_cancelled=is_cancelled,
+    )
+
+
+def _with_hint(error: Exception) -> str:
+    hint = getattr(error, "hint", "")
+    return f"{error}; {hint}" if hint else str(error)
+
+
+def _describe(code: int | None) -> str:
+    if code is None:
+        return "its exit code is not known: an earlier supervisor had started it"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,119 @@
+"""One connection to the supervisor's socket: a rank, or the command line."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainer_sdk.protocol import framing
+from trainer_sdk.protocol.errors import ProtocolError
+from trainer_sdk.protocol.messages import (
+    ClientMessage,
+    Reply,
+    SupervisorMessage,
+    decode_from_client,
+    encode,
+)
+
+# A frame that has begun must end within this; a peer that dribbles is dropped.
+FRAME_TIMEOUT_S = 10.0
+# Messages are small and the ranks' link threads only read: a send that blocks means a stuck peer.
+SEND_TIMEOUT_S = 5.0
+POLL_MS = 500
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A message with the descriptors that came with it; whoever handles it owns them."""
+
+    link: Link
+    message: ClientMessage
+    fds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkClosed:
+    """A connection ended; `reason` is empty when the peer simply closed it."""
+
+    link: Link
+    reason: str
+
+
+class Link:
+    """A connected peer with a reader thread of its own.
+
+    Invariant: after `LinkClosed` was posted nothing more comes from this link.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, peer_pid: int, post: Callable[[Incoming | LinkClosed], None]
+    ) -> None:
+        self.peer_pid = peer_pid
+        self.rank: int | None = None
+        self._sock = sock
+        self._post = post
+        self._send_lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read, name=f"link-{peer_pid}", daemon=True)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more can come or go."""
+        return self._stop.is_set()
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def send(self, message: SupervisorMessage | Reply, fds: Sequence[int] = ()) -> bool:
+        """Send one message; False if the peer is gone, which its LinkClosed tells in full."""
+        try:
+            with self._send_lock:
+                self._sock.settimeout(SEND_TIMEOUT_S)
+                framing.send_frame(self._sock, encode(message), fds)
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the connection; the reader thread notices and posts LinkClosed."""
+        self._stop.set()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # already disconnected
+
+    def _read(self) -> None:
+        reason = ""
+        try:
+            while self._wait_readable():
+                self._sock.settimeout(FRAME_TIMEOUT_S)
+                body, fds = framing.receive_frame(self._sock)
+                self._post(Incoming(self, self._decode(body, fds), tuple(fds)))
+        except framing.ConnectionClosed:
+            pass
+        except (ProtocolError, OSError) as error:
+            reason = str(error)
+        finally:
+            self._stop.set()
+            self._sock.close()
+            self._post(LinkClosed(self, reason))
+
+    def _decode(self, body: bytes, fds: Sequence[int]) -> ClientMessage:
+        try:
+            return decode_from_client(body)
+        except ProtocolError:
+            framing.close_all(fds)
+            raise
+
+    def _wait_readable(self) -> bool:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        while not self._stop.is_set():
+            if poller.poll(POLL_MS):
+                return True
+        return False

@@ -1,0 +1,68 @@
+"""Image slots: the buffers that ranks stage into and that outlive them.
+
+A slot is a memfd (or, where memory is short, a file in the spool) owned by the supervisor. Nothing
+here decides which slot holds what; `lifecycle.columns` does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+PAGE_BYTES = 4096
+
+
+class SlotBuffer:
+    """One buffer of `size_bytes`, a multiple of 4096.
+
+    Invariant: the descriptor stays open and the mapping valid as long as this object or a view of
+    it lives, so an upload that still runs never loses its bytes to a reallocation.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Take over a descriptor that is already as long as the slot."""
+        self.fd = fd
+        self.size_bytes = os.fstat(fd).st_size
+        self._map: mmap.mmap | None = None
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def in_memory(cls, name: str, size_bytes: int) -> SlotBuffer:
+        """A slot in anonymous shared memory; pages appear as they are first touched."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(fd, round_up(size_bytes))
+        return cls(fd)
+
+    @classmethod
+    def on_disk(cls, path: str, size_bytes: int) -> SlotBuffer:
+        """A slot in a file, whose blocks are reserved so that staging cannot run out of space.
+
+        Raises:
+            OSError: no space; the file is removed again.
+        """
+        fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+        try:
+            os.posix_fallocate(fd, 0, max(PAGE_BYTES, round_up(size_bytes)))
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return cls(fd)
+
+    def view(self, size_bytes: int) -> memoryview:
+        """The first `size_bytes` of the slot, page aligned."""
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.size_bytes)
+        return memoryview(self._map)[:size_bytes]
+
+    def reader(self) -> int:
+        """A new read-only descriptor of the slot; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def round_up(size_bytes: int) -> int:
+    """The next multiple of the page size, at least one page."""
+    return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
