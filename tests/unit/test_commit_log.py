@@ -186,6 +186,28 @@ def test_news_cost_few_requests(job: Job) -> None:
     assert len(store.calls) == 4
 
 
+def test_hint_beyond_the_tail_costs_a_bisection_not_a_walk(job: Job) -> None:
+    log = job.log()
+    job.commit(log, job.claim(log), *range(1, 60))
+    job.store.put_bytes("jobs/j/hint", b'{"seq":64}', timeout_s=1)
+    store = job.faulty()
+
+    assert job.log(store).tail(job.deadline()).seq == 60
+    assert len(store.calls) < 15
+
+
+def test_joining_an_older_epoch_does_not_lower_the_floor(job: Job) -> None:
+    store = job.faulty()
+    log = job.log(store)
+    job.commit(log, job.claim(log), 1, 2, 3)
+
+    log.join(1, job.deadline())
+    store.calls.clear()
+
+    assert log.tail(job.deadline()).seq == 4
+    assert len(store.calls) == 1
+
+
 def test_floor_never_falls_on_stale_reads(job: Job) -> None:
     class StaleStore(FaultyStore):
         is_stale = False
