@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ProtocolError(Exception):
-    """Bytes from a socket, file or store that do not follow the protocol; `hint` says what to do."""
+    """Bytes from outside that do not follow the protocol; `hint` says what to do."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

@@ -67,8 +67,8 @@ class Planned(_Message, frozen=True, tag="planned"):
 class Sealed(_Message, frozen=True, tag="sealed"):
     """A slot holds the whole image of this rank at `step`; its commit word is written.
 
-    `replicas` is a digest of a sample of every tensor that other ranks stored for this one: equal on
-    all ranks, or the checkpoint is not what it claims and is dropped.
+    `replicas` is a digest of a sample of every tensor that other ranks stored for this one, and of
+    their names: equal on all ranks, or the checkpoint is not what it claims and is dropped.
     """
 
     slot: SlotIndex
@@ -95,7 +95,10 @@ class Boundary(_Message, frozen=True, tag="boundary"):
 
 
 class Restored(_Message, frozen=True, tag="restored"):
-    """The rank's state is back; training begins at `step`. `receipt` is JSON for people and status."""
+    """The rank's state is back, or it starts fresh; training begins at `step`.
+
+    `receipt` is JSON, for people and for status.
+    """
 
     step: Step
     seconds: float
@@ -294,7 +297,8 @@ def decode_from_supervisor(body: bytes) -> SupervisorMessage | Reply:
     Raises:
         ProtocolError: not one of the known messages, or a value out of its bounds.
     """
-    return _decode(_supervisor_decoder, body)
+    message: SupervisorMessage | Reply = _decode(_supervisor_decoder, body)
+    return message
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
