@@ -23,6 +23,7 @@ from supervisor.errors import (
     LogCorrupt,
     ManifestInvalid,
     ObjectMissing,
+    TransientStoreError,
 )
 from trainer_sdk.protocol.manifest import Manifest
 
@@ -152,11 +153,14 @@ def _read_resume(log: CommitLog, gen: int, seq: int, deadline: Deadline) -> Mani
     while True:
         try:
             return manifest_of(log, log.read(seq, deadline), deadline)
+        except TransientStoreError:  # says nothing about the commit
+            if patience.is_over:
+                raise
         except (ManifestInvalid, ObjectMissing) as error:
             if patience.is_over:
                 problem = error
                 break
-            waits()
+        waits()
     if not deadline.is_over:
         mark_resume_bad(log, gen=gen, seq=seq, why=problem.message, deadline=deadline)
     raise ManifestInvalid(

@@ -129,14 +129,17 @@ class CommitLog:
         """One slot.
 
         Raises:
-            ObjectMissing: there is none (or it is not visible yet).
+            ObjectMissing: there is none, as far as this process knows.
             LogCorrupt, LogTooNew, StoreError, DeadlineExceeded
         """
-        for known in (self._floor, self._last_epoch):
+        floor = self._floor
+        for known in (floor, self._last_epoch):
             if known and known.seq == seq:
                 return known
         record = self._read(seq, deadline)
         if record is None:
+            if floor and seq <= floor.seq:  # slots are contiguous, so it is there
+                raise TransientStoreError(f"log slot {seq} is hidden by a stale read")
             raise ObjectMissing(self.keys.log(seq))
         if isinstance(record.body, Epoch):  # asked for again and again by `advance`
             self._last_epoch = record

@@ -231,11 +231,8 @@ class S3Store:
         plan = UploadPlan(key=key, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
         if plan.num_chunks == 1:
             return SinglePut(self, plan)
-        upload_id, noted = parse_token(resume_token or "")
-        if upload_id:
-            with contextlib.suppress(UploadAbandoned, ObjectMissing):
-                listed = self._list_parts(key, upload_id, timeout_s)
-                return MultipartUpload(self, plan, upload_id=upload_id, listed=listed, noted=noted)
+        if resume_token and (resumed := self._resume(plan, resume_token, timeout_s)):
+            return resumed
         params = self._params(key) | self._encryption()
         if self.sends_checksums:
             params["ChecksumAlgorithm"] = "SHA256"
@@ -328,6 +325,30 @@ class S3Store:
             params["ChecksumMode"] = "ENABLED"
         reply = self._http.send("head_object", params, timeout_s=timeout_s)
         return self._check_object(key, "head_object", params, reply)
+
+    def _resume(self, plan: UploadPlan, token: str, timeout_s: float) -> MultipartUpload | None:
+        upload_id, noted = parse_token(token)
+        if not upload_id:
+            return None
+        listed: dict[int, StoredPart] | None = None
+        with contextlib.suppress(UploadAbandoned, ObjectMissing):
+            listed = self._list_parts(plan.key, upload_id, timeout_s)
+        if listed is None:
+            # The upload is over. If it was completed, `complete` finds and verifies the object.
+            if set(noted) != set(range(1, plan.num_chunks + 1)):
+                return None
+            with contextlib.suppress(ObjectMissing):
+                size_bytes, _ = self.head_checksum(plan.key, timeout_s=timeout_s)
+                if size_bytes == plan.size_bytes:
+                    listed = {
+                        number: StoredPart(
+                            etag=etag, sha256=None, size_bytes=plan.chunk_size(number - 1)
+                        )
+                        for number, (etag, _) in noted.items()
+                    }
+        if listed is None:
+            return None
+        return MultipartUpload(self, plan, upload_id=upload_id, listed=listed, noted=noted)
 
     def _list_parts(self, key: str, upload_id: str, timeout_s: float) -> dict[int, StoredPart]:
         params = self._params(key) | {"UploadId": upload_id}

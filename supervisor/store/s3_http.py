@@ -57,6 +57,9 @@ class Reply:
     @property
     def code(self) -> str:
         """The error code in the body, or an empty string."""
+        if b"<Message>Request has expired" in self.body or b"not yet valid" in self.body:
+            # Plain AccessDenied otherwise; but it was signed a moment ago, so a clock is wrong.
+            return "RequestTimeTooSkewed"
         match = _CODE.search(self.body)
         return match[1].decode("ascii") if match else ""
 

@@ -289,6 +289,23 @@ def test_upload_resumes_after_a_restart_with_the_chunks_that_arrived(store: Obje
     assert read(store, key, offset=0, size=len(CONTENT)) == CONTENT
 
 
+def test_upload_completed_just_before_a_restart_completes_again(store: ObjectStore) -> None:
+    """Killed between `complete` and writing that down: nothing is sent a second time."""
+    key = new_key()
+    upload = open_upload(store, key)
+    for index in range(len(CHUNKS)):
+        put_chunk(upload, index)
+    token = upload.resume_token
+    upload.complete(DIGESTS, timeout_s=LIMIT_S)
+
+    resumed = open_upload(store, key, token=token)
+    for index in set(range(len(CHUNKS))) - set(resumed.stored_chunks(timeout_s=LIMIT_S)):
+        put_chunk(resumed, index)
+    resumed.complete(DIGESTS, timeout_s=LIMIT_S)
+
+    assert read(store, key, offset=0, size=len(CONTENT)) == CONTENT
+
+
 @pytest.mark.parametrize("token", ["", "nonsense", "0" * 32, "../../etc/passwd", '{"id":"x"}'])
 def test_unknown_token_begins_anew(store: ObjectStore, token: str) -> None:
     upload = open_upload(store, new_key(), token=token)
