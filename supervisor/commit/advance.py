@@ -14,7 +14,7 @@ from supervisor import failpoints
 from supervisor.clock import Deadline
 from supervisor.commit import rules
 from supervisor.commit.log import CALL_TIMEOUT_S, CommitLog, Tail
-from supervisor.commit.reader import load_part
+from supervisor.commit.reader import load_part, read_all
 from supervisor.commit.records import Epoch, PartRef
 from supervisor.commit.rules import Retention
 from supervisor.errors import (
@@ -159,14 +159,18 @@ def _candidates(
 
 
 def _list_votes(log: CommitLog, tail: Tail, deadline: Deadline) -> dict[int, list[PartName]]:
-    prefix = log.keys.full(part_prefix(tail.state.gen))
+    state = tail.state
     votes: dict[int, list[PartName]] = {}
-    for info in log.store.list_keys(prefix, timeout_s=deadline.sooner(CALL_TIMEOUT_S)):
+    for info in log.store.list_keys(
+        log.keys.full(part_prefix(state.gen)),
+        timeout_s=deadline.sooner(CALL_TIMEOUT_S),
+        start_after=log.keys.full(part_prefix(state.gen, state.last_step)) + "~",
+    ):
         try:
             name = parse_part_key(log.keys.relative(info.key))
         except ProtocolError:
             continue  # not a vote; the sweep reports it
-        if name.step > tail.state.last_step:
+        if name.step > state.last_step:
             votes.setdefault(name.step, []).append(name)
     for names in votes.values():
         names.sort(key=lambda name: name.key)
@@ -182,14 +186,17 @@ def _complete_set(
     deadline: Deadline,
 ) -> list[WrittenPart] | None:
     """The first fitting part of each node, if together they are the whole checkpoint."""
-    chosen: dict[int, WrittenPart] = {}
-    for name in votes:
-        if name.node in chosen:
-            continue
-        part = _load_vote(log, name, known_part, deadline)
-        if part and _fits(part.table, tail, epoch):
-            chosen[name.node] = part
-    parts = [chosen[node] for node in sorted(chosen)]
+
+    def first_fitting(node: int) -> WrittenPart | None:
+        for name in votes:
+            if name.node == node:
+                part = _load_vote(log, name, known_part, deadline)
+                if part and _fits(part.table, tail, epoch):
+                    return part
+        return None
+
+    found = read_all(first_fitting, sorted({name.node for name in votes}))
+    parts = [part for part in found if part]
     return None if find_gap([part.table for part in parts]) else parts
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from supervisor.clock import Deadline
 from supervisor.commit.log import CALL_TIMEOUT_S, CommitLog
@@ -21,8 +22,11 @@ from supervisor.errors import (
 from trainer_sdk.protocol.errors import ProtocolError, VersionMismatch
 from trainer_sdk.protocol.manifest import MAX_PART_BYTES, Manifest, PartTable, decode_part
 
-_NUM_READERS: Final = 8
-_FEW_PARTS: Final = 4
+_NUM_READERS: Final = 16
+_FEW_ITEMS: Final = 4
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +86,7 @@ def manifest_of(log: CommitLog, record: Record, deadline: Deadline) -> Manifest:
     body = record.body
     if not isinstance(body, Commit):
         raise ManifestInvalid(f"log slot {record.seq} is {record.kind}, not a commit")
-    if len(body.parts) <= _FEW_PARTS:
-        tables = [read_part(log, ref, deadline) for ref in body.parts]
-    else:
-        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="part-reader") as pool:
-            tables = list(pool.map(lambda ref: read_part(log, ref, deadline), body.parts))
+    tables = read_all(lambda ref: read_part(log, ref, deadline), body.parts)
     for ref, table in zip(body.parts, tables, strict=True):
         if (table.gen, table.step) != (record.gen, body.step) or table.base not in (
             None,
@@ -97,6 +97,14 @@ def manifest_of(log: CommitLog, record: Record, deadline: Deadline) -> Manifest:
         return Manifest(seq=record.seq, digest=record.digest, parts=tuple(tables))
     except ProtocolError as error:
         raise ManifestInvalid(error.message) from error
+
+
+def read_all(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Read what the items name, in their order; many of them by several threads."""
+    if len(items) <= _FEW_ITEMS:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="part-reader") as pool:
+        return list(pool.map(read, items))
 
 
 def read_part(log: CommitLog, ref: PartRef, deadline: Deadline) -> PartTable:

@@ -119,8 +119,12 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+    def list_keys(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> Iterator[ObjectInfo]:
         """All objects whose key begins with `prefix`, each once, in no order to rely on.
+
+        `start_after` only saves requests: keys up to it, in the order of strings, may be left out.
 
         S3 sorts by key, but directory buckets and SeaweedFS do not. What appears or goes while the
         listing runs may be in it or not. The limit holds for each request that it needs.

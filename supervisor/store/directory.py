@@ -117,7 +117,9 @@ class DirectoryStore:
             status = os.fstat(fd)
         return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=status.st_mtime)
 
-    def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+    def list_keys(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> Iterator[ObjectInfo]:
         parents = prefix.split("/")[:-1]
         if not all(_COMPONENT.match(part) for part in parents):
             raise ValueError(f"prefix {prefix!r} is not one of this store")
@@ -128,7 +130,9 @@ class DirectoryStore:
                 return
             with closing_fd(directory):
                 start = "".join(f"{part}/" for part in parents)
-                yield from self._walk(directory, start, prefix)
+                for info in self._walk(directory, start, prefix):
+                    if info.key > start_after:
+                        yield info
 
     def delete(self, key: str, *, timeout_s: float) -> None:
         place, name = self._split(key)

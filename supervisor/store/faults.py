@@ -123,9 +123,11 @@ class FaultyStore:
         self._begin("head", key)
         return self._store.head(key, timeout_s=timeout_s)
 
-    def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+    def list_keys(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> Iterator[ObjectInfo]:
         self._begin("list_keys", prefix)
-        yield from self._store.list_keys(prefix, timeout_s=timeout_s)
+        yield from self._store.list_keys(prefix, timeout_s=timeout_s, start_after=start_after)
 
     def delete(self, key: str, *, timeout_s: float) -> None:
         self._write("delete", key, lambda: self._store.delete(key, timeout_s=timeout_s))

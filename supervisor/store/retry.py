@@ -127,17 +127,19 @@ class RetryingStore:
     def head(self, key: str, *, timeout_s: float) -> ObjectInfo:
         return self._retrier.run(lambda left_s: self._store.head(key, timeout_s=left_s), timeout_s)
 
-    def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+    def list_keys(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> Iterator[ObjectInfo]:
         """After a failure the listing begins anew and skips what was yielded."""
         seen: set[str] = set()
-        listing = self._store.list_keys(prefix, timeout_s=timeout_s)
+        listing = self._store.list_keys(prefix, timeout_s=timeout_s, start_after=start_after)
 
         def following(left_s: float) -> ObjectInfo | None:
             nonlocal listing
             try:
                 return next((info for info in listing if info.key not in seen), None)
             except TransientStoreError:
-                listing = self._store.list_keys(prefix, timeout_s=left_s)
+                listing = self._store.list_keys(prefix, timeout_s=left_s, start_after=start_after)
                 raise
 
         while (info := self._retrier.run(following, timeout_s)) is not None:

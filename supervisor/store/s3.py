@@ -197,8 +197,13 @@ class S3Store:
             sha256=sha256,
         )
 
-    def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+    def list_keys(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> Iterator[ObjectInfo]:
         params = self._bucket_params() | {"Prefix": self._settings.prefix + prefix}
+        # Source: S3 API reference, ListObjectsV2: directory buckets do not take StartAfter.
+        if start_after and not self._settings.bucket.endswith("--x-s3"):
+            params["StartAfter"] = self._settings.prefix + start_after
         while True:
             page = self._call("list_objects_v2", prefix, params, timeout_s)
             for item in page.get("Contents", ()):

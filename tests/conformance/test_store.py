@@ -232,6 +232,8 @@ def test_listing_is_complete_and_keeps_to_its_prefix(store: ObjectStore) -> None
     some = [info.key for info in store.list_keys("jobs/j/part/3/1", timeout_s=LIMIT_S)]
     assert sorted(some) == [key for key in keys if key.startswith("jobs/j/part/3/1")]
     assert list(store.list_keys("jobs/nobody/", timeout_s=LIMIT_S)) == []
+    later = store.list_keys("jobs/j/part/", timeout_s=LIMIT_S, start_after="jobs/j/part/4/~")
+    assert sorted(info.key for info in later) == [key for key in keys if key > "jobs/j/part/4/~"]
 
 
 def test_upload_becomes_visible_only_when_complete(store: ObjectStore) -> None:

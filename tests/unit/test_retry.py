@@ -143,7 +143,9 @@ def test_listing_that_breaks_in_the_middle_goes_on_without_repeats(tmp_path: Pat
     breaks_after = [2, 0, 4]
 
     class Breaking(FaultyStore):
-        def list_keys(self, prefix: str, *, timeout_s: float) -> Iterator[ObjectInfo]:
+        def list_keys(
+            self, prefix: str, *, timeout_s: float, start_after: str = ""
+        ) -> Iterator[ObjectInfo]:
             limit = breaks_after.pop(0) if breaks_after else 99
             for count, info in enumerate(super().list_keys(prefix, timeout_s=timeout_s)):
                 if count == limit:
