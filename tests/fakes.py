@@ -83,11 +83,12 @@ class FakeSupervisor:
     def stop(self) -> None:
         """Die: close the socket; page and slots live on in the rank."""
         self._is_stopping = True
-        self._listener.close()
-        if self._connection is not None:
-            with contextlib.suppress(OSError):  # the rank was faster
-                self._connection.shutdown(socket.SHUT_RDWR)
+        for sock in (self._listener, self._connection):
+            if sock is not None:
+                with contextlib.suppress(OSError):  # the other side was faster
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
         self._thread.join(5)
+        self._listener.close()
 
     def dispose(self) -> None:
         """Stop, and close every descriptor."""
