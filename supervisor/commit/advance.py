@@ -97,9 +97,15 @@ def advance(
         LogError, StoreError
     """
     tail = _tail_of(log, gen, deadline)
-    epoch = _epoch_of(log, tail, deadline)
-    for step, votes in _candidates(log, tail, epoch, known_part, deadline):
-        chosen = _complete_set(log, tail, epoch, votes, known_part, deadline)
+    ballot = _Ballot(
+        log=log,
+        tail=tail,
+        epoch=_epoch_of(log, tail, deadline),
+        known_part=known_part,
+        deadline=deadline,
+    )
+    for step, votes in ballot.candidates():
+        chosen = ballot.complete_set(votes)
         if chosen is None:
             continue
         make = rules.commit(
@@ -137,27 +143,6 @@ def _epoch_of(log: CommitLog, tail: Tail, deadline: Deadline) -> Epoch:
     return record.body
 
 
-def _candidates(
-    log: CommitLog,
-    tail: Tail,
-    epoch: Epoch,
-    known_part: WrittenPart | None,
-    deadline: Deadline,
-) -> list[tuple[int, list[PartName]]]:
-    """Steps that may be complete, newest first, with the names of their votes in key order."""
-    if known_part and epoch.nodes == 1 and _fits(known_part.table, tail, epoch):
-        if known_part.table.step <= tail.state.last_step:
-            return []
-        return [(known_part.table.step, [parse_part_key(known_part.ref.key)])]
-    votes = _list_votes(log, tail, deadline)
-    return [
-        (step, votes[step])
-        for step in sorted(votes, reverse=True)
-        # Every node has a rank, so fewer nodes than the generation's cannot be complete.
-        if len({name.node for name in votes[step]}) >= epoch.nodes
-    ]
-
-
 def _list_votes(log: CommitLog, tail: Tail, deadline: Deadline) -> dict[int, list[PartName]]:
     state = tail.state
     votes: dict[int, list[PartName]] = {}
@@ -177,47 +162,62 @@ def _list_votes(log: CommitLog, tail: Tail, deadline: Deadline) -> dict[int, lis
     return votes
 
 
-def _complete_set(
-    log: CommitLog,
-    tail: Tail,
-    epoch: Epoch,
-    votes: list[PartName],
-    known_part: WrittenPart | None,
-    deadline: Deadline,
-) -> list[WrittenPart] | None:
-    """The first fitting part of each node, if together they are the whole checkpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ballot:
+    """The votes of one generation, as one call of `advance` sees them."""
 
-    def first_fitting(node: int) -> WrittenPart | None:
-        for name in votes:
-            if name.node == node:
-                part = _load_vote(log, name, known_part, deadline)
-                if part and _fits(part.table, tail, epoch):
-                    return part
-        return None
+    log: CommitLog
+    tail: Tail
+    epoch: Epoch
+    known_part: WrittenPart | None
+    deadline: Deadline
 
-    found = read_all(first_fitting, sorted({name.node for name in votes}))
-    parts = [part for part in found if part]
-    return None if find_gap([part.table for part in parts]) else parts
+    def candidates(self) -> list[tuple[int, list[PartName]]]:
+        """Steps that may be complete, newest first, with their votes' names in key order."""
+        own = self.known_part
+        if own and self.epoch.nodes == 1 and self._fits(own.table):
+            is_news = own.table.step > self.tail.state.last_step
+            return [(own.table.step, [parse_part_key(own.ref.key)])] if is_news else []
+        votes = _list_votes(self.log, self.tail, self.deadline)
+        return [
+            (step, votes[step])
+            for step in sorted(votes, reverse=True)
+            # Every node has a rank, so fewer nodes than the generation's cannot be complete.
+            if len({name.node for name in votes[step]}) >= self.epoch.nodes
+        ]
 
+    def complete_set(self, votes: list[PartName]) -> list[WrittenPart] | None:
+        """The first fitting part of each node, if together they are the whole checkpoint."""
 
-def _load_vote(
-    log: CommitLog, name: PartName, known_part: WrittenPart | None, deadline: Deadline
-) -> WrittenPart | None:
-    if known_part and known_part.ref.key == name.key:
-        return known_part
-    try:
-        data, table = load_part(log, name.key, deadline)
-    except (ObjectMissing, ProtocolError):
-        return None  # swept meanwhile, or not a vote; another part of the node may be
-    sha256 = hashlib.sha256(data).hexdigest()
-    return WrittenPart(ref=PartRef(key=name.key, sha256=sha256, size_bytes=len(data)), table=table)
+        def first_fitting(node: int) -> WrittenPart | None:
+            for name in votes:
+                if name.node == node:
+                    part = self._load(name)
+                    if part and self._fits(part.table):
+                        return part
+            return None
 
+        found = read_all(first_fitting, sorted({name.node for name in votes}))
+        parts = [part for part in found if part]
+        return None if find_gap([part.table for part in parts]) else parts
 
-def _fits(table: PartTable, tail: Tail, epoch: Epoch) -> bool:
-    return (table.gen, table.epoch, table.nodes, table.world, table.layout) == (
-        tail.state.gen,
-        tail.state.epoch,
-        epoch.nodes,
-        epoch.world,
-        epoch.layout,
-    )
+    def _load(self, name: PartName) -> WrittenPart | None:
+        if self.known_part and self.known_part.ref.key == name.key:
+            return self.known_part
+        try:
+            data, table = load_part(self.log, name.key, self.deadline)
+        except (ObjectMissing, ProtocolError):
+            return None  # swept meanwhile, or not a vote; another part of the node may be
+        sha256 = hashlib.sha256(data).hexdigest()
+        ref = PartRef(key=name.key, sha256=sha256, size_bytes=len(data))
+        return WrittenPart(ref=ref, table=table)
+
+    def _fits(self, table: PartTable) -> bool:
+        epoch = self.epoch
+        return (table.gen, table.epoch, table.nodes, table.world, table.layout) == (
+            self.tail.state.gen,
+            self.tail.state.epoch,
+            epoch.nodes,
+            epoch.world,
+            epoch.layout,
+        )

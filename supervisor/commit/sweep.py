@@ -8,7 +8,7 @@ at once. Unfinished multipart uploads are not seen here; a lifecycle rule of the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from supervisor import failpoints
@@ -37,12 +37,12 @@ class SweepReport:
     """What a sweep did, or would do if `dry_run`. Keys are job keys."""
 
     dry_run: bool
-    snapshot_seq: int  # the slot whose state decided; 0: the log is younger than the grace
-    garbage: tuple[str, ...]  # deleted, or to be deleted
-    garbage_bytes: int
-    unknown: tuple[str, ...]  # names that do not parse; never deleted
-    num_kept: int
-    is_capped: bool  # there is more; run again
+    snapshot_seq: int = 0  # the slot whose state decided; 0: the log is younger than the grace
+    garbage: tuple[str, ...] = ()  # deleted, or to be deleted
+    garbage_bytes: int = 0
+    unknown: tuple[str, ...] = ()  # names that do not parse; never deleted
+    num_kept: int = 0
+    is_capped: bool = False  # there may be more; run again
 
 
 def retire(
@@ -82,9 +82,19 @@ def sweep(
         DeadlineExceeded: deletions so far stand; run again.
         LogError, StoreError
     """
+    report = SweepReport(dry_run=dry_run)
     snapshot = _find_snapshot(log, grace_s, deadline)
-    if snapshot is None:
-        return _report((), 0, (), 0, dry_run=dry_run, seq=0, is_capped=False)
+    if snapshot is not None:
+        report = _sort_out(log, snapshot, deadline, report=report, cap=cap)
+    if not dry_run:
+        _delete(log, report.garbage, deadline)
+    return report
+
+
+def _sort_out(
+    log: CommitLog, snapshot: Record, deadline: Deadline, *, report: SweepReport, cap: int
+) -> SweepReport:
+    """Tell garbage from what is kept, by the state of the snapshot."""
     live = _live_keys(log, snapshot.state, deadline)
     log.store.settle_log(timeout_s=deadline.sooner(CALL_TIMEOUT_S))  # rule R5: before a delete
     garbage: list[str] = []
@@ -96,43 +106,19 @@ def sweep(
             unknown.append(key)
         elif key in live or place > (snapshot.state.gen, snapshot.state.last_step):
             num_kept += 1
-        elif len(garbage) < cap:
+        else:
             garbage.append(key)
             garbage_bytes += size_bytes
-        else:
+        if len(garbage) >= cap:
             break
-    is_capped = len(garbage) >= cap
-    if not dry_run:
-        _delete(log, garbage, deadline)
-    return _report(
-        garbage,
-        garbage_bytes,
-        unknown,
-        num_kept,
-        dry_run=dry_run,
-        seq=snapshot.seq,
-        is_capped=is_capped,
-    )
-
-
-def _report(
-    garbage: Collection[str],
-    garbage_bytes: int,
-    unknown: Collection[str],
-    num_kept: int,
-    *,
-    dry_run: bool,
-    seq: int,
-    is_capped: bool,
-) -> SweepReport:
-    return SweepReport(
-        dry_run=dry_run,
-        snapshot_seq=seq,
+    return replace(
+        report,
+        snapshot_seq=snapshot.seq,
         garbage=tuple(garbage),
         garbage_bytes=garbage_bytes,
         unknown=tuple(unknown),
         num_kept=num_kept,
-        is_capped=is_capped,
+        is_capped=len(garbage) >= cap,
     )
 
 

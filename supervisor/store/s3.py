@@ -2,7 +2,8 @@
 
 boto3 finds credentials, endpoint and region, signs everything, and makes the small calls whose
 replies are XML. Objects travel over `s3_http`, from and into our own memory, each in one attempt
-with an exact limit. Nothing in here retries.
+with an exact limit; the small calls (listing, begin and end of a multipart upload) wait 5 s for a
+reply, or 60 s where the caller has 20 s or more. Nothing in here retries.
 
 Source: measured on SeaweedFS, a signed PUT of a memoryview took 1.4 CPU-s per GiB with SHA-256,
 boto3's `upload_part` 3.6.
