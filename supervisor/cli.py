@@ -151,7 +151,7 @@ def _status_from_store(config: configs.Config) -> Document:
     log, deadline = _open_log(config)
     state = log.tail(deadline).state
     commits = describe_commits(state)
-    newest = next((commit for commit in reversed(commits) if not commit.is_bad), None)
+    newest = next((commit for commit in reversed(commits) if commit.is_good), None)
     return {
         "is_live": False,
         "note": "no supervisor answers on this node; this is what the store says",
@@ -189,7 +189,7 @@ def list_(path: str | None, as_json: bool) -> int:
             "seq": commit.seq,
             "generation": commit.gen,
             "step": commit.step,
-            "is_bad": commit.is_bad,
+            "is_bad": not commit.is_good,
             "committed_at": _when(log, commit.seq, deadline),
         }
         for commit in list_commits(log, deadline)

@@ -47,7 +47,7 @@ def find_commit(log: CommitLog, which: str | None, deadline: Deadline) -> Commit
             hint="check [job] id and [store] url; `lastgasp status` shows a running job",
         )
     if which is None:
-        good = [commit for commit in commits if not commit.is_bad]
+        good = [commit for commit in commits if commit.is_good]
         return (good or list(commits))[-1]
     found = [commit for commit in commits if which in _names(commit)]
     if not found:
@@ -70,7 +70,7 @@ def describe(manifest: Manifest, commit: CommitInfo) -> dict[str, Any]:
         "generation": manifest.gen,
         "step": manifest.step,
         "world_size": manifest.world,
-        "is_bad": commit.is_bad,
+        "is_bad": not commit.is_good,
         "size_bytes": manifest.size_bytes,
         "record_sha256": manifest.digest,
         "shards": [msgspec.to_builtins(shard) for shard in manifest.shards],

@@ -435,5 +435,5 @@ class PersistJob:
             self._tools.log, self._group.gen, deadline, part, retention=self._tools.retention
         )
         if self._tools.spool is not None:
-            self._tools.spool.forget_uploads()
+            self._tools.spool.forget_uploads(gen=self._group.gen, step=self._step)
         return done.seq or 0

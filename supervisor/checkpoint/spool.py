@@ -29,6 +29,7 @@ UPLOADS = "uploads"
 MAX_READY_BYTES = 64 << 20
 _FINAL = re.compile(r"^(\d{10})-(\d{12})\Z")
 _TEMPORARY = re.compile(r"^tmp-[0-9a-f]{32}\Z")
+_NOTE = re.compile(r"^(\d{10})-(\d{12})\.json(\.tmp)?\Z")
 PAGE_BYTES = 4096
 
 
@@ -263,10 +264,11 @@ class Spool:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def forget_uploads(self) -> None:
-        """Remove all notes: nothing is under way."""
+    def forget_uploads(self, *, gen: int, step: int) -> None:
+        """Remove the notes of this checkpoint and of older ones: they are settled."""
         for name in os.listdir(self._uploads):
-            if re.match(r"^\d{10}-\d{12}\.json(\.tmp)?\Z", name):
+            match = _NOTE.match(name)
+            if match is not None and (int(match[1]), int(match[2])) <= (gen, step):
                 os.unlink(os.path.join(self._uploads, name))
 
     def _tokens_path(self, gen: int, step: int) -> str:

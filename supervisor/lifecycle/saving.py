@@ -14,7 +14,7 @@ from supervisor.lifecycle.inputs import (
     SaveRequested,
     Spooled,
 )
-from supervisor.lifecycle.outputs import AskSave, ClearSave, Persist, Replan
+from supervisor.lifecycle.outputs import AskSave, CancelPersist, ClearSave, Persist, Replan
 from supervisor.lifecycle.state import Column, JobState, PersistState, Phase
 from supervisor.lifecycle.turn import Turn
 
@@ -137,23 +137,31 @@ def on_rank_unsealed(turn: Turn, event: RankUnsealed) -> None:
 
 
 def persist(turn: Turn, slot: int) -> None:
-    """Make the complete set in `slot` durable and commit it, under the present generation."""
+    """Make the complete set in `slot` durable and commit it, under the present generation.
+
+    One at a time: two uploads would only halve each other's rate. In an emergency the newer set
+    counts, and an older one that is still on its way is given up.
+    """
     column = turn.state.columns[slot]
-    assert column.step is not None
-    turn.state = turn.state.with_column(
-        slot,
-        replace(
-            column,
-            generation=turn.state.generation,
-            persist=PersistState.RUNNING,
-            retry_at=None,
-        ),
-    )
+    step = column.step
+    assert step is not None
+    column = replace(column, generation=turn.state.generation, retry_at=None)
     notice = turn.state.notice
+    others = [
+        other
+        for other, found in enumerate(turn.state.columns)
+        if other != slot and found.persist is PersistState.RUNNING
+    ]
+    if others and notice is None:
+        waiting = replace(column, persist=PersistState.WAITING)
+        turn.state = turn.state.with_column(slot, waiting)
+        return
+    turn.do(*(CancelPersist(slot=other) for other in others))
+    turn.state = turn.state.with_column(slot, replace(column, persist=PersistState.RUNNING))
     turn.do(
         Persist(
             slot=slot,
-            step=column.step,
+            step=step,
             is_urgent=notice is not None,
             deadline_at=notice.deadline_at if notice else None,
         )
@@ -213,7 +221,10 @@ def on_persist_failed(turn: Turn, event: PersistFailed) -> None:
 
 
 def _settle(turn: Turn) -> None:
-    """SAVING lasts as long as a set is on its way to the store."""
+    """Begin what waited; SAVING lasts as long as a set is on its way to the store."""
+    for slot, column in enumerate(turn.state.columns):
+        if column.persist is PersistState.WAITING and turn.state.phase in ACTIVE:
+            persist(turn, slot)
     is_busy = any(column.persist is PersistState.RUNNING for column in turn.state.columns)
     if turn.state.phase is Phase.SAVING and not is_busy:
         turn.set(phase=Phase.TRAINING)

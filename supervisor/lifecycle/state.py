@@ -32,6 +32,7 @@ class PersistState(StrEnum):
     """How far a complete set has come."""
 
     NONE = "none"
+    WAITING = "waiting"
     RUNNING = "running"
     FAILED = "failed"
     COMMITTED = "committed"
@@ -120,6 +121,7 @@ class JobState:
     notice: Notice | None = None
     stop_step: int | None = None
     stop_slot: int | None = None
+    agree_at: float | None = None
     evacuate_until: float | None = None
     committed_since_notice: bool = False
     is_staged_fallback: bool = False
