@@ -146,6 +146,37 @@ def test_server_keeps_the_shards_own_digest(endpoint_url: str, s3_server: S3Serv
 
 
 @pytest.mark.s3
+@pytest.mark.parametrize("size_bytes", [1000, len(CONTENT)])
+def test_object_that_is_not_the_one_sent_is_never_called_complete(
+    endpoint_url: str, s3_server: S3Server, size_bytes: int
+) -> None:
+    store = open_s3(settings(endpoint_url), clock=SystemClock())
+    content = CONTENT[:size_bytes]
+    chunks = [content[at : at + CHUNK_BYTES] for at in range(0, size_bytes, CHUNK_BYTES)]
+    digests = [hashlib.sha256(chunk).digest() for chunk in chunks]
+    upload = store.open_upload(
+        "jobs/j/swapped",
+        size_bytes=size_bytes,
+        chunk_bytes=CHUNK_BYTES,
+        resume_token=None,
+        timeout_s=LIMIT_S,
+    )
+    for index, chunk in enumerate(chunks):
+        upload.put_chunk(index, memoryview(chunk), sha256=digests[index], timeout_s=LIMIT_S)
+    upload.complete(digests, timeout_s=LIMIT_S)
+
+    client = s3_server.client()
+    for other in (bytes(size_bytes), content[:-1]):
+        client.put_object(
+            Bucket="only-s3", Key="jobs/j/swapped", Body=other, ChecksumAlgorithm="SHA256"
+        )
+        with pytest.raises(ChecksumMismatch):
+            upload.complete(digests, timeout_s=LIMIT_S)
+    client.close()
+    store.close()
+
+
+@pytest.mark.s3
 def test_debug_logs_show_no_signature(endpoint_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     store = open_s3(settings(endpoint_url), clock=SystemClock())
@@ -376,6 +407,8 @@ def test_nobody_answers(scripted: tuple[type[ScriptedS3], S3Store]) -> None:
             EVERY_CALL[call](store)
 
         assert_no_secret(caught.value)
+        assert caught.value.__cause__ is None  # the library's own error may quote the URL
+        assert caught.value.__suppress_context__
     store.close()
 
 

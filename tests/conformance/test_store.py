@@ -291,6 +291,20 @@ def test_upload_resumes_after_a_restart_with_the_chunks_that_arrived(store: Obje
     assert read(store, key, offset=0, size=len(CONTENT)) == CONTENT
 
 
+def test_old_token_does_not_vouch_for_a_chunk_that_was_replaced(store: ObjectStore) -> None:
+    key = new_key()
+    upload = open_upload(store, key)
+    put_chunk(upload, 0)
+    old_token = upload.resume_token
+    other = bytes(CHUNK_BYTES)
+    digest = hashlib.sha256(other)
+    upload.put_chunk(0, memoryview(other), sha256=digest.digest(), timeout_s=LIMIT_S)
+
+    resumed = open_upload(store, key, token=old_token)
+
+    assert resumed.stored_chunks(timeout_s=LIMIT_S).get(0) in (None, digest.hexdigest())
+
+
 def test_upload_completed_just_before_a_restart_completes_again(store: ObjectStore) -> None:
     """Killed between `complete` and writing that down: nothing is sent a second time."""
     key = new_key()
