@@ -121,7 +121,7 @@ class Performer:
 
     def _launch(self, action: outputs.LaunchJob) -> None:
         del action
-        self._prefetch.start()
+        self._prefetch.start(self._parts.board.sealed_sets())
         try:
             pid = self._parts.keeper.launch(
                 on_exit=lambda code: self._post(inputs.JobExited(code=code, detail=_describe(code)))
@@ -210,11 +210,7 @@ class Performer:
         got = self._claim
         assert got is not None
         began_at = self._parts.clock.monotonic()
-        in_memory = [
-            self._parts.board.images(slot, step=step)
-            for slot in range(NUM_SLOTS)
-            if (step := got.resume.step if got.resume else None) is not None
-        ]
+        in_memory = self._parts.board.sealed_sets()
 
         def work() -> None:
             try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools
+from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools, Images
 from supervisor.clock import Clock, Deadline
 from supervisor.commit.log import CommitLog
 from supervisor.commit.reader import read_manifest
@@ -29,22 +30,25 @@ class Prefetch:
         self._seq: int | None = None
         self._found: FetchedCheckpoint | None = None
 
-    def start(self) -> None:
-        """Begin with the newest good commit, in the background."""
+    def start(self, in_memory: Sequence[Images]) -> None:
+        """Begin with the newest good commit, in the background; what is in memory is used."""
         if self._fetch is not None:
             self._fetch.cancel()
         self._fetch = self._seq = self._found = None
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(in_memory,), name="prefetch", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, in_memory: Sequence[Images]) -> None:
         try:
             deadline = Deadline.after(self._clock, LOOK_LIMIT_S)
             good = self._log.tail(deadline).state.good
             if not good:
                 return
             seq = good[-1].seq
-            fetch = Fetch(self._tools, read_manifest(self._log, seq, deadline))
+            manifest = read_manifest(self._log, seq, deadline)
+            fetch = Fetch(self._tools, manifest, in_memory=in_memory)
             self._fetch, self._seq = fetch, seq
             self._found = fetch.run()
         except SupervisorError:

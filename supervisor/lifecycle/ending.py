@@ -151,9 +151,7 @@ def record_finish_if_due(turn: Turn) -> None:
         return
     has_ended = all(view.is_finished for view in state.ranks.values()) or not state.is_job_alive
     newest = columns.newest_complete(state)
-    is_open = (
-        newest is not None and state.columns[newest].persist is not PersistState.COMMITTED
-    )
+    is_open = newest is not None and state.columns[newest].persist is not PersistState.COMMITTED
     if not has_ended or is_open or columns.asked_slot(state) is not None:
         return
     turn.set(is_finish_recorded=True)

@@ -151,7 +151,7 @@ def _withdraw_ask(turn: Turn) -> None:
 
 def on_rank_at_boundary(turn: Turn, event: RankAtBoundary) -> None:
     """A rank waits: on the way to the stop step, or at the end of its training."""
-    turn.state = turn.state.with_rank(event.rank, held_at=event.step)
+    turn.state = turn.state.with_rank(event.rank, held_at=event.step, is_ending=event.is_ending)
     if turn.state.phase is Phase.EVACUATING:
         _agree(turn)
     elif turn.state.phase in saving.ACTIVE:
@@ -172,7 +172,9 @@ def _held(turn: Turn) -> dict[int, int]:
 def _agree(turn: Turn) -> None:
     held = _held(turn)
     passed = {rank: turn.moment.steps.get(rank, 0) for rank in turn.state.ranks if rank not in held}
-    target = agreement.stop_step(held, passed)
+    ending_at = [step for rank, step in held.items() if turn.state.ranks[rank].is_ending]
+    # A rank that came to the end of its training has no step after this one.
+    target = max(ending_at) if ending_at else agreement.stop_step(held, passed)
     if target is None:
         return
     if target > max(held.values()):
@@ -257,7 +259,7 @@ def stage_final_if_due(turn: Turn) -> None:
         if len(steps) > 1:
             turn.report("warning", "finish.uneven", steps=sorted(steps))
         for rank, step in sorted(held.items()):
-            turn.do(SendOrder(rank=rank, action="resume", step=step))
+            turn.do(SendOrder(rank=rank, action="proceed", step=step))
         turn.set(finish_step=max(steps), finish_since=turn.now)
         return
     step = steps.pop()

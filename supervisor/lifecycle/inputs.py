@@ -90,6 +90,7 @@ class RankJoined:
     incarnation: str
     generation: int
     has_restored: bool
+    has_slots: bool = False
     seals: tuple[tuple[int, int, int, int], ...] = ()
 
 
@@ -161,10 +162,11 @@ class RankPlanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAtBoundary:
-    """A rank holds at a boundary and waits for an order."""
+    """A rank holds at a boundary and waits for an order. `is_ending`: it has no step after it."""
 
     rank: int
     step: int
+    is_ending: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

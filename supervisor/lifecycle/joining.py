@@ -78,7 +78,6 @@ def on_rank_joined(turn: Turn, event: RankJoined) -> None:
     if state.phase in DEPARTING:
         turn.report("debug", "rank.ignored", rank=event.rank, phase=state.phase.value)
         return
-    known = state.ranks.get(event.rank)
     if _is_new_life(turn, event):
         if state.phase in (Phase.EVACUATING, Phase.UPLOADING):
             # torchrun replaced its workers in the middle of an evacuation: what is staged counts.
@@ -89,7 +88,7 @@ def on_rank_joined(turn: Turn, event: RankJoined) -> None:
     view = RankView(
         incarnation=event.incarnation,
         has_restored=event.has_restored,
-        has_slots=known.has_slots if known and turn.state.ranks else False,
+        has_slots=event.has_slots,
     )
     turn.set(
         ranks={**turn.state.ranks, event.rank: view},

@@ -91,6 +91,7 @@ class RankView:
     has_restored: bool = False
     has_slots: bool = False
     held_at: int | None = None
+    is_ending: bool = False
     is_finished: bool = False
 
 

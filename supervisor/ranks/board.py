@@ -16,7 +16,7 @@ from supervisor.lifecycle.inputs import Event
 from supervisor.ranks.link import Incoming, Link
 from supervisor.ranks.slots import SlotBuffer, round_up
 from trainer_sdk.protocol import messages
-from trainer_sdk.protocol.control_page import ControlPage, Seal
+from trainer_sdk.protocol.control_page import ControlPage, RankState, Seal
 from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.framing import close_all
 
@@ -103,6 +103,7 @@ class RankBoard:
                 incarnation=hello.incarnation,
                 generation=hello.generation,
                 has_restored=hello.has_restored,
+                has_slots=hello.num_slots >= NUM_SLOTS,
                 seals=tuple(
                     (slot, seal.generation, seal.step, seal.image_bytes)
                     for slot, seal in sorted(seat.seals.items())
@@ -167,7 +168,8 @@ class RankBoard:
                     raise ProtocolError(f"slot {slot} does not exist")
                 return [inputs.RankUnsealed(rank=rank, slot=slot, step=step, reason=reason)]
             case messages.Boundary(step=step):
-                return [inputs.RankAtBoundary(rank=rank, step=step)]
+                is_ending = seat.page.rank_state == RankState.FINISHED
+                return [inputs.RankAtBoundary(rank=rank, step=step, is_ending=is_ending)]
             case messages.Restored(step=step, receipt=receipt):
                 seat.receipt = receipt
                 return [inputs.RankRestored(rank=rank, step=step)]
@@ -249,6 +251,17 @@ class RankBoard:
         """Seconds since the freshest sign of progress of any rank."""
         beats = [seat.page.beat_ns for seat in self.seats.values() if seat.page.beat_ns]
         return self._clock.monotonic() - max(beats) / 1e9 if beats else None
+
+    def sealed_sets(self) -> list[dict[int, tuple[SlotBuffer, int]]]:
+        """What each slot index holds over the ranks, whatever step it is of."""
+        return [
+            {
+                rank: (seat.slots[slot], seat.seals[slot].image_bytes)
+                for rank, seat in self.seats.items()
+                if slot in seat.seals
+            }
+            for slot in range(NUM_SLOTS)
+        ]
 
     def forget_image(self, slot: int) -> None:
         """The slot is about to be written on every rank."""

@@ -19,7 +19,7 @@ import re
 import secrets
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, Literal
 
@@ -364,11 +364,15 @@ class S3Store:
             for item in page.get("Parts", ()):
                 checksum = item.get("ChecksumSHA256", "")
                 is_known = _SHA256_BASE64.match(checksum)
-                parts[item["PartNumber"]] = StoredPart(
+                number = item["PartNumber"]
+                part = StoredPart(
                     etag=item["ETag"],
                     sha256=base64.b64decode(checksum).hex() if is_known else None,
                     size_bytes=item["Size"],
                 )
+                if parts.setdefault(number, part).etag != part.etag:
+                    # SeaweedFS lists a replaced part beside the new one: which it is, is unknown.
+                    parts[number] = replace(part, etag="", sha256=None)
             if not page.get("IsTruncated"):
                 return parts
             params["PartNumberMarker"] = page["NextPartNumberMarker"]

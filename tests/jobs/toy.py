@@ -83,8 +83,8 @@ def optimizer_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def generators_digest() -> str:
-    numpy_state = np.random.get_state()
-    return digest(torch.get_rng_state(), random.getstate(), numpy_state[1].tobytes(), numpy_state[2:])
+    _, words, *rest = np.random.get_state()
+    return digest(torch.get_rng_state(), random.getstate(), words.tobytes(), rest)
 
 
 def main() -> None:
