@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 
@@ -28,8 +28,10 @@ from supervisor.errors import (
     StoreThrottled,
     SupervisorError,
     TransientStoreError,
+    UploadAbandoned,
 )
 from supervisor.store.s3 import S3Settings, S3Store, open_s3
+from supervisor.store.s3_upload import MultipartUpload, StoredPart, UploadPlan
 from tests.s3_server import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 LIMIT_S = 10.0
@@ -410,6 +412,43 @@ def test_nobody_answers(scripted: tuple[type[ScriptedS3], S3Store]) -> None:
         assert caught.value.__cause__ is None  # the library's own error may quote the URL
         assert caught.value.__suppress_context__
     store.close()
+
+
+class _ForgetfulS3:
+    """Has forgotten the upload id, as AWS does some time after a complete whose reply was lost."""
+
+    sends_checksums = True
+
+    def __init__(self, checksum: str | None) -> None:
+        self.checksum = checksum
+
+    def complete_parts(self, plan: UploadPlan, **call: object) -> None:
+        raise UploadAbandoned("NoSuchUpload")
+
+    def head_checksum(self, key: str, *, timeout_s: float) -> tuple[int, str | None]:
+        if self.checksum is None:
+            raise ObjectMissing(key)
+        return len(CONTENT), self.checksum
+
+
+def test_complete_whose_reply_was_lost_is_settled_by_the_object() -> None:
+    digest = hashlib.sha256(b"".join(DIGESTS)).digest()
+    plan = UploadPlan(key="k", size_bytes=len(CONTENT), chunk_bytes=CHUNK_BYTES)
+    parts = {
+        number: StoredPart(etag="e", sha256=DIGESTS[number - 1].hex(), size_bytes=len(chunk))
+        for number, chunk in enumerate(CHUNKS, start=1)
+    }
+
+    def complete(checksum: str | None) -> None:
+        store = cast(S3Store, _ForgetfulS3(checksum))
+        upload = MultipartUpload(store, plan, upload_id="u", listed=parts, noted={})
+        upload.complete(DIGESTS, timeout_s=LIMIT_S)
+
+    complete(f"{base64.b64encode(digest).decode()}-2")
+    with pytest.raises(ChecksumMismatch):
+        complete(f"{base64.b64encode(bytes(32)).decode()}-2")
+    with pytest.raises(UploadAbandoned):
+        complete(None)
 
 
 def test_settings_do_not_print_secrets() -> None:
