@@ -6,6 +6,7 @@ A plain DataLoader over a ResumableSampler is exact, workers' augmentation inclu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
@@ -80,29 +81,25 @@ class LoaderObject:
             self.loader.worker_init_fn = setup.then
             assert self.sampler is not None
             self.sampler.carries_epoch = False
+        # The run may be garbage in a cycle from now on; a loader with workers must not be in it.
+        self.loader = self._make_iterator = None
 
     def _new_iterator(self) -> Any:
         assert self._make_iterator is not None
         with self._guard():
             if self.mode is LoaderMode.STATEFUL:
                 return self._new_stateful_iterator(self._make_iterator)
-            self._begin()
-            return TrackedIterator(self._make_iterator(), self, self._serial)
+            serial = self.begin()
+            return TrackedIterator(self._make_iterator(), self, serial)
 
     def _new_stateful_iterator(self, make: Callable[[], Any]) -> Any:
         was_started, was_chosen = self._is_started, self._is_epoch_chosen
-        self._begin()
+        self.begin()
         iterator = make()
         if getattr(iterator, "_finished", False):
             # A finished state came back: the loader asks for the next epoch's iterator at once.
             self._is_started, self._is_epoch_chosen = was_started, was_chosen
-        reset = iterator._reset
-
-        def begin_again(*args: Any, **kwargs: Any) -> None:
-            self._begin()
-            reset(*args, **kwargs)
-
-        iterator._reset = begin_again
+        iterator._reset = _begin_before_reset(weakref.ref(self), weakref.ref(iterator))
         return iterator
 
     def _guard(self) -> AbstractContextManager[None]:
@@ -111,7 +108,8 @@ class LoaderObject:
         self._pending = None
         return _preserved(self.loader) if is_resuming else nullcontext()
 
-    def _begin(self) -> None:
+    def begin(self) -> int:
+        """An iteration starts; returns its serial number."""
         self._serial += 1
         self._num_in_epoch = 0
         self._is_started, self._is_ended = True, False
@@ -120,6 +118,7 @@ class LoaderObject:
         if not self._is_epoch_chosen:
             self._epoch += 1
         self._is_epoch_chosen = False
+        return self._serial
 
     def count(self, serial: int) -> None:
         """Training received a batch."""
@@ -233,12 +232,27 @@ class LoaderObject:
         self._pending = (state, tensors)
 
 
+# References from an iterator back to its loader are weak: in a cycle it would be left to the
+# garbage collector, which finalises the queues to the workers before the iterator can stop them.
+_WeakLoader = Callable[[], LoaderObject | None]
+
+
+def _begin_before_reset(owner: _WeakLoader, iterator: Callable[[], Any]) -> Callable[..., None]:
+    def reset(*args: Any, **kwargs: Any) -> None:
+        target, held = owner(), iterator()
+        if target is not None:
+            target.begin()
+        type(held)._reset(held, *args, **kwargs)
+
+    return reset
+
+
 class TrackedIterator:
     """A DataLoader's iterator that counts what training receives."""
 
     def __init__(self, inner: Any, owner: LoaderObject, serial: int) -> None:
         self._inner = inner
-        self._owner = owner
+        self._owner: _WeakLoader = weakref.ref(owner)
         self._serial = serial
 
     def __iter__(self) -> TrackedIterator:
@@ -248,9 +262,13 @@ class TrackedIterator:
         try:
             batch = next(self._inner)
         except StopIteration:
-            self._owner.end(self._serial)
+            owner = self._owner()
+            if owner is not None:
+                owner.end(self._serial)
             raise
-        self._owner.count(self._serial)
+        owner = self._owner()
+        if owner is not None:
+            owner.count(self._serial)
         return batch
 
     def __len__(self) -> int:
@@ -258,10 +276,10 @@ class TrackedIterator:
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Called by the DataLoader for the next epoch of persistent workers."""
-        with self._owner._guard():
-            self._owner._begin()
-            self._serial = self._owner._serial
-            self._inner._reset(loader, first_iter)
+        owner = self._owner()
+        if owner is not None:
+            self._serial = owner.begin()
+        self._inner._reset(loader, first_iter)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

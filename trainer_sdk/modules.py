@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer_sdk.capture import Role, SavedReader, Sink
+from trainer_sdk.ddp import GradientOrder, find_ddp
 from trainer_sdk.dtypes import dtype_name
 from trainer_sdk.tree import decode_tree, encode_tree
 
@@ -49,6 +50,8 @@ class ModuleObject:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap(module)
+        ddp = find_ddp(module)
+        self.gradient_order = GradientOrder(ddp) if ddp is not None else None
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
         """Every parameter and persistent buffer, under each of its names."""

@@ -122,7 +122,7 @@ class OptimizerObject:
             remaining.remove(found)
             path = self._group_path(names)
             values = decode_tree(found["values"], path, saved.tensor)
-            _update_group(group, values)
+            _update_group(group, values, self.optimizer.param_groups)
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in state["state"]:
                     tree = state["state"][name]
@@ -156,13 +156,17 @@ class OptimizerObject:
         }
 
 
-def _update_group(group: dict[str, Any], values: dict[str, Any]) -> None:
+def _update_group(
+    group: dict[str, Any], values: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
     for key, value in values.items():
         live = group.get(key)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-            live.copy_(value)  # a captured graph refers to this very tensor
-        else:
+        if not isinstance(live, torch.Tensor) or not isinstance(value, torch.Tensor):
             group[key] = value
+        elif any(other is not group and other.get(key) is live for other in groups):
+            group[key] = value.to(live.device)  # a default shared by groups that differ by now
+        else:
+            live.copy_(value)  # a captured graph refers to this very tensor
 
 
 def _placed(value: Any, live: Any, parameter: torch.Tensor, *, is_on_device: bool) -> Any:

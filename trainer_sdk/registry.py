@@ -171,9 +171,11 @@ class Registry:
         return Snapshot(tensors=stored, aliases=aliases, objects=objects, rng=rng)
 
     def release(self) -> None:
-        """Leave every object as it was found."""
+        """Leave every object as it was found, and let go of all of them."""
         for target in self.objects.values():
             _release(target)
+        self.objects = {}
+        self.carried = {}
 
     def _wrap(self, name: str, value: Any) -> StateObject:
         if isinstance(value, nn.Module):

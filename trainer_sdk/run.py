@@ -197,10 +197,13 @@ class Run:
         """Let go of everything without saying that training is over."""
         if self._is_closed:
             return
+        self._epoch = self.epoch
+        self._loaders = ()
         self._is_closed = True
         self._look_at = 0
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         if self._session is not None:
             # The page goes away with the session; counting goes on in a dummy.
             self._words = array("Q", [0] * _PAGE_WORDS)

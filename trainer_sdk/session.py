@@ -170,7 +170,9 @@ class Session:
                     f"images of step {saved.state.get('step')}, not of step {step}",
                     is_checkpoint_bad=True,
                 )
+            unordered = self._replay_gradient_order(saved)
             outcome = restore_objects(self._registry.objects, saved, world_size=self.world_size)
+            outcome.approximately.update(unordered)
             self._registry.carried = outcome.carried
             self._registry.user.restore(saved.state["user"])
             snapshot = self._registry.snapshot()
@@ -180,6 +182,22 @@ class Session:
         finally:
             for image in images:
                 image.close()
+
+    def _replay_gradient_order(self, saved: SavedState) -> dict[str, str]:
+        """Bring DDP's buckets back, before anything else is restored; what could not be, by name.
+
+        Collective, so every rank decides alike: by what was saved, which is the same on all.
+        """
+        failed = {}
+        orders = saved.state.get("gradient_order", {})
+        for module in self._registry.modules:
+            names = orders.get(module.name)
+            if module.gradient_order is None or names is None:
+                continue
+            fault = module.gradient_order.replay(names)
+            if fault:
+                failed[f"{module.name}: gradient buckets"] = fault
+        return failed
 
     def _receipt(
         self,
@@ -270,6 +288,11 @@ class Session:
                 "rank": self.rank,
                 "world": self.world_size,
                 "user": self._registry.user.to_json(),
+                "gradient_order": {
+                    module.name: module.gradient_order.names
+                    for module in self._registry.modules
+                    if module.gradient_order is not None
+                },
                 "objects": snapshot.objects,
             }
         )
@@ -447,6 +470,8 @@ class Session:
             if order.action == "stage" and self._stage_when_possible(
                 moment, order.slot, limit, is_final=True
             ):
+                return True
+            if order.action == "proceed":  # the end is recorded without a final image
                 return True
             if order.action == "resume":  # a notice was withdrawn meanwhile: ask again
                 self._link.post(Boundary(step=moment.step))
