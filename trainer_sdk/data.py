@@ -75,7 +75,9 @@ class ResumableSampler(Sampler[int]):
         self._rank = rank
         # Whether `epoch` and `cursor` were chosen for the next iteration and not used yet.
         self._is_chosen = True
-        self._has_begun = False
+        # A registered loader says when an iteration starts: some loaders make several iterators
+        # of their sampler for one.
+        self.is_driven = False
 
     @property
     def num_replicas(self) -> int:
@@ -112,12 +114,10 @@ class ResumableSampler(Sampler[int]):
         if not self._is_chosen:
             self.epoch, self.cursor = self.epoch + 1, 0
         self._is_chosen = False
-        self._has_begun = True
 
     def __iter__(self) -> Iterator[int]:
-        if not self._has_begun:
+        if not self.is_driven:
             self.begin()
-        self._has_begun = False
         epoch = self.epoch
         indices = self.remaining(epoch, self.cursor)[self.rank :: self.num_replicas]
         if self.carries_epoch:

@@ -67,6 +67,8 @@ class LoaderObject:
                 self.approximate_reason = "this torch has no DataLoader._get_iterator to count at"
             return
         self.loader._get_iterator = self._new_iterator
+        if self.sampler is not None:
+            self.sampler.is_driven = True
         if self.mode is LoaderMode.RESUMABLE and self.loader.num_workers > 0:
             assert self.sampler is not None
             self.sampler.carries_epoch = True
@@ -79,8 +81,8 @@ class LoaderObject:
         setup = getattr(self.loader, "worker_init_fn", None)
         if isinstance(setup, WorkerSetup):
             self.loader.worker_init_fn = setup.then
-            assert self.sampler is not None
-            self.sampler.carries_epoch = False
+        if self.sampler is not None:
+            self.sampler.is_driven = self.sampler.carries_epoch = False
         # The run may be garbage in a cycle from now on; a loader with workers must not be in it.
         self.loader = self._make_iterator = None
 

@@ -426,8 +426,9 @@ def test_finish_with_a_lost_supervisor_only_warns(
 
 def test_error_in_the_script_does_not_finish_the_run(supervisor: FakeSupervisor) -> None:
     supervisor.start()
-    with pytest.raises(ZeroDivisionError), Script().run as run:
-        run.restore()
+    run = Script().run
+    run.restore()
+    with pytest.raises(ZeroDivisionError), run:
         _ = 1 / 0
 
     assert not supervisor.all_of(Boundary)
