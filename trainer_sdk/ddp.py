@@ -64,8 +64,7 @@ class GradientOrder:
     def replay(self, names: Sequence[str]) -> str:
         """Give DDP the buckets that this order led to. Collective: every rank does it.
 
-        Gradients are None afterwards; buffers may have been overwritten by rank 0's.
-
+    
         Returns:
             Why that is not possible; "" when it was done.
         """
@@ -97,6 +96,8 @@ class _Zeros(nn.Module):
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._ordered = tuple(parameters)  # a tuple: not registered as parameters of this module
+        # DDP broadcasts the buffers of whatever module it holds, and refuses to broadcast none.
+        self.register_buffer("_unused", torch.zeros(1, device=self._ordered[0].device))
 
     def forward(self, total: torch.Tensor) -> torch.Tensor:
         for parameter in reversed(self._ordered):
