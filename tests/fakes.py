@@ -56,6 +56,7 @@ class FakeSupervisor:
         self.resume_step = 0
         self.rejects = False
         self.gives_slots = True
+        self.holds_from_start = False
         self.orders: deque[list[Order]] = deque()
         self.on_boundary: Callable[[FakeSupervisor, int], list[Order]] | None = None
         self.messages: list[RankMessage] = []
@@ -162,6 +163,8 @@ class FakeSupervisor:
             self.slot_fds, self.slot_bytes = fds[1:], hello.slot_bytes
             return []
         self.page = ControlPage.create("page")
+        if self.holds_from_start:
+            self.page.ask_hold(0)
         return [self.page.fd]
 
     def _welcome(self, hello: Hello) -> Welcome:
