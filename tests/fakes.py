@@ -162,6 +162,8 @@ class FakeSupervisor:
             self.page = ControlPage(fds[0])
             self.slot_fds, self.slot_bytes = fds[1:], hello.slot_bytes
             return []
+        if self.page is not None:
+            self.page.close()
         self.page = ControlPage.create("page")
         if self.holds_from_start:
             self.page.ask_hold(0)

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,19 @@ class Inbox:
     rejected: Rejected | None = None
 
 
+# A DataLoader's worker is forked with a copy of the socket, which would keep the connection open
+# after the trainer is gone; so the copy is closed as soon as the worker starts.
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for link in list(_links):
+        link.close_socket()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Link:
     """The rank's end of the socket.
 
@@ -91,10 +105,18 @@ class Link:
         self._on_attention = on_attention
         self._outbox: deque[RankMessage] = deque(maxlen=_MAX_OUTBOX)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sock: socket.socket | None = None
         self._stop = threading.Event()
         self._is_drained = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainer-sdk-link", daemon=True)
         self._thread.start()
+        _links.add(self)
+
+    def close_socket(self) -> None:
+        """Close this process's copy of the socket; only for a forked child."""
+        sock, self._sock = self._sock, None
+        if sock is not None and sock.fileno() >= 0:
+            os.close(sock.detach())
 
     # ------------------------------------------------------------ training thread
 
@@ -136,6 +158,8 @@ class Link:
             close_all(self.inbox.slot_fds)
             close_all([fd for _, fd in self.inbox.shards])
             os.close(self._wake_fd)
+            if self.inbox.page is not None:
+                self.inbox.page.close()
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -148,6 +172,7 @@ class Link:
             connected_at = time.monotonic()
             try:
                 with self._connect() as sock:
+                    self._sock = sock
                     self._talk(sock)
             except (OSError, ProtocolError) as error:
                 log.debug("link to the supervisor lost: %s", error)

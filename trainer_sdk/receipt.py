@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from trainer_sdk.tree import dump_json
 
 FRESH = "fresh"
+# A message holds no longer one; a receipt is far shorter unless thousands of names do not fit.
+_MAX_JSON = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,12 @@ class Receipt:
 
     def to_json(self) -> str:
         """For the supervisor's status."""
-        return dump_json(asdict(self)).decode()
+        text = dump_json(asdict(self)).decode()
+        if len(text) <= _MAX_JSON:
+            return text
+        counts = {"num_not_restored": str(len(self.not_restored))}
+        short = replace(self, exactly=self.exactly[:100], approximately={}, not_restored=counts)
+        return dump_json(asdict(short)).decode()
 
     def __str__(self) -> str:
         if self.is_fresh:

@@ -103,6 +103,8 @@ class Session:
         self._ignored_hold: tuple[int, int] | None = None
         self._may_overlap = True
         self._replan_reason = ""
+        # Connection and plan of the last Planned: one that was lost is said again.
+        self._planned: tuple[int, str] = (0, "")
 
     # ------------------------------------------------------------ page
 
@@ -246,6 +248,7 @@ class Session:
         self._adopt_slots()
         if is_due or self.stager.planner.plan is None:
             self._plan(moment, self._registry.snapshot())
+        self._ask_for_slots()
         self._save_if_due(moment)
         self._hold_if_due(moment)
 
@@ -267,16 +270,24 @@ class Session:
         if self._replan_reason or not planner.is_current(
             snapshot.structure(), state_bytes=len(state)
         ):
-            plan = planner.make(
+            planner.make(
                 snapshot,
                 state_bytes=len(state),
                 occasion=f"{self._welcome.generation}/{moment.step}",
                 timeout_s=self._welcome.plan_timeout_s,
             )
             self._replan_reason = ""
-            if plan.slot_bytes > self.stager.slot_bytes:
-                self._link.post(Planned(slot_bytes=plan.slot_bytes, plan=plan.digest))
+        self._ask_for_slots()
         return state
+
+    def _ask_for_slots(self) -> None:
+        plan = self.stager.planner.plan
+        if plan is None or plan.slot_bytes <= self.stager.slot_bytes:
+            return
+        occasion = (self._link.inbox.num_connections, plan.digest)
+        if occasion != self._planned:
+            self._planned = occasion
+            self._link.post(Planned(slot_bytes=plan.slot_bytes, plan=plan.digest))
 
     def _state_json(self, moment: Moment, snapshot: Snapshot) -> bytes:
         return dump_json(
