@@ -83,6 +83,14 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedState: named by its path.
     """
+    if (
+        type(tensor) in _PLAIN_TYPES
+        and tensor.dtype in _HELD
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_nested
+    ):
+        return
     if is_lazy(tensor):
         raise UnsupportedState(path, "not initialised", hint="run one batch through it first")
     if tensor.layout is not torch.strided:
@@ -97,30 +105,21 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in _PLAIN_TYPES:
         kind = type(tensor).__qualname__
         raise UnsupportedState(path, f"a {kind}", hint="only plain tensors can be held exactly")
-    if tensor.is_complex() or tensor.is_floating_point() or tensor.dtype in _INTEGRAL:
+    if tensor.is_complex() or tensor.is_floating_point():
         return
     raise UnsupportedState(path, f"dtype {dtype_name(tensor.dtype)}", hint="register a byte view")
 
 
-_INTEGRAL = frozenset(
-    getattr(torch, name)
-    for name in (
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-    )
-)
+_HELD = frozenset(getattr(torch, name) for name in _DIRECT if hasattr(torch, name))
 
 
 def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as integers of their width; a view where it can be one."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    plain = tensor.detach()
+    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        flat = plain.view(-1)
+    else:
+        flat = plain.resolve_conj().resolve_neg().reshape(-1)
     if flat.dtype.itemsize == 16:
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(_BITS[flat.dtype.itemsize])

@@ -204,10 +204,15 @@ def restore_generators(
         outcome.exactly.append("generators")
 
 
-def sample_of(tensor: torch.Tensor, *, start: int = 0) -> torch.Tensor:
-    """At most MAX_SAMPLE elements, evenly spread, as integers of their width."""
+def sample_of(
+    tensor: torch.Tensor, *, start: int = 0, max_sample: int = MAX_SAMPLE
+) -> torch.Tensor:
+    """At most `max_sample` elements, evenly spread, as integers of their width.
+
+    A view of the live tensor where it is contiguous.
+    """
     bits = flat_bits(tensor)
-    stride = max(1, -(-bits.numel() // MAX_SAMPLE))
+    stride = max(1, -(-bits.numel() // max_sample))
     return bits[start % stride :: stride]
 
 

@@ -267,9 +267,7 @@ class Session:
         """Make the plan fit the state; returns the JSON state. Tells the supervisor of growth."""
         planner = self.stager.planner
         state = self._state_json(moment, snapshot)
-        if self._replan_reason or not planner.is_current(
-            snapshot.structure(), state_bytes=len(state)
-        ):
+        if self._replan_reason or not planner.is_current(snapshot, state_bytes=len(state)):
             planner.make(
                 snapshot,
                 state_bytes=len(state),

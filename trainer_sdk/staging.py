@@ -15,7 +15,7 @@ from trainer_sdk.cuda_copy import DeviceCopy
 from trainer_sdk.errors import PlanError, StagingError
 from trainer_sdk.image import FileSlot, MappedSlot, write_in_order, write_small, write_tensors
 from trainer_sdk.overlap import BackgroundCopy
-from trainer_sdk.plan import Plan, Structure, build_plan
+from trainer_sdk.plan import Plan, build_plan
 from trainer_sdk.protocol.control_page import ControlPage, Seal
 from trainer_sdk.protocol.messages import Slots
 from trainer_sdk.replicas import content_digest, default_store, prove_replicas, replica_digest
@@ -55,19 +55,16 @@ class Planner:
         self.rank = rank
         self.world_size = world_size
         self.plan: Plan | None = None
-        self._structure = ""
+        self._signature: tuple[object, ...] = ()
         self._own: set[str] = set()
 
-    def is_current(self, structure: Structure, *, state_bytes: int) -> bool:
+    def is_current(self, snapshot: Snapshot, *, state_bytes: int) -> bool:
         """Whether the plan still fits."""
         return (
             self.plan is not None
-            and self._structure == self._digest(structure)
             and state_bytes <= self.plan.state_room
+            and self._signature == snapshot.signature()
         )
-
-    def _digest(self, structure: Structure) -> str:
-        return structure.digest(rank=self.rank, world_size=self.world_size)
 
     def make(
         self, snapshot: Snapshot, *, state_bytes: int, occasion: str, timeout_s: float
@@ -77,15 +74,14 @@ class Planner:
         Raises:
             PlanError: the state does not fit into an image.
         """
-        structure = snapshot.structure()
         self.plan = build_plan(
-            structure,
+            snapshot.structure(),
             rank=self.rank,
             world_size=self.world_size,
             replicated=self._replicated(snapshot, occasion=occasion, timeout_s=timeout_s),
             state_bytes=state_bytes,
         )
-        self._structure = self._digest(structure)
+        self._signature = snapshot.signature()
         return self.plan
 
     def _replicated(self, snapshot: Snapshot, *, occasion: str, timeout_s: float) -> frozenset[str]:

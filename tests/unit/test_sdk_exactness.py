@@ -158,3 +158,19 @@ def test_interrupted_run_continues_exactly(
     assert before.lines + after.lines == twin.lines
     assert not after.receipt.approximately
     assert not after.receipt.not_restored
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_run_interrupted_again_and_again_in_one_epoch_continues_exactly(
+    new_supervisor: Any, num_workers: int
+) -> None:
+    """The position counts from the epoch's beginning, not from the last restore."""
+    twin = live(new_supervisor(), new_loader(num_workers))
+    lines: list[tuple[Any, ...]] = []
+    image, step = None, 0
+    for stop_at in (10, 11, 14, 0):
+        supervisor = new_supervisor(resume=image, step=step)
+        lines += live(supervisor, new_loader(num_workers), stop_at=stop_at).lines
+        image, step = supervisor.images.get(stop_at), stop_at
+
+    assert lines == twin.lines
