@@ -715,3 +715,13 @@ def test_roles_decide_what_may_be_replicated() -> None:
 
     assert held == {"m/weight": True, "m/small": True, "m/large": False, "table/tensor": False}
     assert snapshot.tensors["table/tensor"].role is Role.OTHER
+
+
+def test_file_of_many_buffers_equals_the_mapped_image() -> None:
+    torch.manual_seed(0)
+    registry = registry_of(
+        m=Holder(a=torch.randn(1100, 1001), b=torch.randn(900, 1000).t(), c=torch.ones(3)),
+        n=nn.Linear(1000, 1200, dtype=torch.bfloat16),
+    )
+
+    assert stage(registry, is_file=True) == stage(registry)
