@@ -73,14 +73,16 @@ class NoticeWatcher:
         on_notice: Callable[[Notice], None],
         on_withdrawn: Callable[[str], None],
         on_health: Callable[[SourceHealth, SourceFailed | None], None],
+        stop: threading.Event | None = None,
     ) -> None:
+        """`stop` is what it waits on between two looks and what ends it; its own if not given."""
         self._source = source
         self._clock = clock
         self._on_notice = on_notice
         self._on_withdrawn = on_withdrawn
         self._on_health = on_health
         self._standing: set[tuple[str, str]] = set()
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name=f"notice-{source.name}", daemon=True
         )
@@ -104,12 +106,21 @@ class NoticeWatcher:
             except SourceFailed as error:
                 failure = error
                 num_in_a_row += 1
+            except Exception as error:  # noqa: BLE001 - a dead watcher misses the notice
+                failure = SourceFailed(
+                    f"{self._source.name}: {type(error).__name__}: {error}",
+                    hint="this is a bug of lastgasp: please report it; the source is asked again",
+                )
+                num_in_a_row += 1
             self._note(failure)
-            wait_s = self._source.poll_s
-            if failure is not None:
-                grown_s = wait_s * 2.0 ** min(num_in_a_row - 1, 10)
-                wait_s = failure.wait_s or min(MAX_WAIT_S, grown_s)
-            self._stop.wait(wait_s)
+            self._stop.wait(self._wait_s(failure, num_in_a_row))
+
+    def _wait_s(self, failure: SourceFailed | None, num_in_a_row: int) -> float:
+        """Until the next look; never so long that a notice of two minutes would be over."""
+        if failure is None:
+            return self._source.poll_s
+        grown_s = self._source.poll_s * 2.0 ** min(num_in_a_row - 1, 10)
+        return min(MAX_WAIT_S, grown_s if failure.wait_s is None else failure.wait_s)
 
     def _note(self, failure: SourceFailed | None) -> None:
         self.health = SourceHealth(

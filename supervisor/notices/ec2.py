@@ -22,7 +22,11 @@ RENEW_BEFORE_S: Final = 60.0
 REBALANCE_EVERY_S: Final = 15.0
 HIBERNATE_LEAD_S: Final = 5.0
 MAX_BODY_BYTES: Final = 65536
-_TIMEOUT = urllib3.Timeout(connect=1.0, read=2.0)
+DEFAULT_TIMEOUT: Final = urllib3.Timeout(connect=1.0, read=2.0)
+HOP_LIMIT_HINT: Final = (
+    "requests without a token are answered and the token request is not: that is the hop limit. "
+    "Raise the instance's HttpPutResponseHopLimit to 2 or use the host's network"
+)
 _TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
 _TOKEN_HEADER = "X-aws-ec2-metadata-token"
 _ACTION = "/latest/meta-data/spot/instance-action"
@@ -34,11 +38,18 @@ class Ec2Source:
 
     name = "ec2"
 
-    def __init__(self, *, endpoint: str, clock: Clock, poll_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        clock: Clock,
+        poll_s: float,
+        timeout: urllib3.Timeout = DEFAULT_TIMEOUT,
+    ) -> None:
         self.poll_s = poll_s
         self._endpoint = endpoint.rstrip("/")
         self._clock = clock
-        self._pool = urllib3.PoolManager(retries=False, timeout=_TIMEOUT, maxsize=1)
+        self._pool = urllib3.PoolManager(retries=False, timeout=timeout, maxsize=1)
         self._token = ""
         self._renew_at = 0.0
         self._rebalance: Notice | None = None
@@ -54,9 +65,10 @@ class Ec2Source:
         body = self._get(_ACTION)
         if body is not None:
             found.append(self._interruption(body))
-        if self._clock.monotonic() - self._rebalance_at >= REBALANCE_EVERY_S:
-            self._rebalance = self._advice()
+        # With an interruption at hand nothing else may fail and keep it from being told.
+        elif self._clock.monotonic() - self._rebalance_at >= REBALANCE_EVERY_S:
             self._rebalance_at = self._clock.monotonic()
+            self._rebalance = self._advice()
         if self._rebalance is not None:
             found.append(self._rebalance)
         return tuple(found)
@@ -66,7 +78,7 @@ class Ec2Source:
             document = json.loads(body)
             action, time = document["action"], document["time"]
             at = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SourceFailed(
                 f"EC2 answered {body[:200]!r} for {_ACTION}, which is not an instance action"
             ) from error
@@ -120,17 +132,23 @@ class Ec2Source:
         try:
             return self._pool.request(method, self._endpoint + path, headers=headers)
         except urllib3.exceptions.HTTPError as error:
-            hint = ""
-            if method == "PUT":
-                hint = (
-                    "in a container the token request needs a second network hop: raise the "
-                    "instance's HttpPutResponseHopLimit to 2 or use the host's network"
-                )
+            hint = HOP_LIMIT_HINT if method == "PUT" and self._refuses_without_token() else ""
             raise SourceFailed(
                 f"EC2 metadata at {self._endpoint} does not answer {method} {path}: "
                 f"{type(error).__name__}",
                 hint=hint,
             ) from error
+
+    def _refuses_without_token(self) -> bool:
+        """Whether a GET without a token is answered, with 401.
+
+        Source: DataDog/datadog-agent #55269: behind a hop limit of 1 the answer to the PUT gets
+        lost on the way into a container, that to a plain GET does not.
+        """
+        try:
+            return bool(self._pool.request("GET", self._endpoint + _ACTION).status == 401)
+        except urllib3.exceptions.HTTPError:
+            return False
 
     def _refused(self, response: urllib3.BaseHTTPResponse, path: str) -> SourceFailed:
         wait_s = None
@@ -140,7 +158,7 @@ class Ec2Source:
 
 
 def _whole(text: str | None, default: int) -> int:
-    return int(text) if text and text.isdigit() else default
+    return int(text) if text and text.isascii() and text.isdigit() else default
 
 
 def is_ec2(dmi_directory: str = "/sys/class/dmi/id") -> bool:

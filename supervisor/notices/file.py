@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from typing import TypeGuard
 
 from supervisor.clock import Clock
 from supervisor.lifecycle.inputs import Notice, NoticeKind
 from supervisor.notices.base import SourceFailed
 
 MAX_FILE_BYTES = 4096
+MAX_LEAD_S = 7 * 86400.0
 
 
 class FileSource:
@@ -58,12 +60,12 @@ class FileSource:
         lead_s, reason = self._lead_s, text
         try:
             document = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if isinstance(document, dict):
             reason = str(document.get("reason", ""))
             given = document.get("lead_time_s")
-            if isinstance(given, int | float) and not isinstance(given, bool) and given >= 0:
+            if _is_number(given) and 0 <= given <= MAX_LEAD_S:
                 lead_s = float(given)
         return Notice(
             source=self.name,
@@ -71,3 +73,7 @@ class FileSource:
             deadline_at=self._clock.monotonic() + lead_s,
             reason=reason[:500],
         )
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
