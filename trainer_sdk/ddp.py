@@ -64,7 +64,7 @@ class GradientOrder:
     def replay(self, names: Sequence[str]) -> str:
         """Give DDP the buckets that this order led to. Collective: every rank does it.
 
-    
+
         Returns:
             Why that is not possible; "" when it was done.
         """

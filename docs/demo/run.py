@@ -1,7 +1,7 @@
 """`make demo`: a spot machine is taken away in mid-epoch, and the job goes on where it stood.
 
 Runs the job of train.py three times with real torchrun: never stopped; on "node A" until a notice
-with a deadline of 20 s; and on "node B", after A's folders were deleted. Then it compares all lines.
+with a deadline of 20 s; and on "node B", after A's folders were deleted. Then it compares lines.
 """
 
 from __future__ import annotations

@@ -182,7 +182,6 @@ def _agree(turn: Turn) -> None:
             turn.set(agree_at=turn.now + AGREE_GRACE_S)
         if turn.now < (turn.state.agree_at or 0.0):
             return
-    target = max(target, turn.state.stop_step or 0)
     if turn.state.stop_step is not None and turn.state.stop_step != target:
         turn.set(stop_slot=None)
     turn.set(stop_step=target)

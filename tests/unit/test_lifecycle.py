@@ -1,0 +1,693 @@
+"""The pure heart: every phase answers every event, and whole lives go as the architecture says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from supervisor.lifecycle import (
+    ILLEGAL,
+    IllegalTransition,
+    JobState,
+    Phase,
+    Policy,
+    inputs,
+    outputs,
+)
+from supervisor.lifecycle import step as turn
+from supervisor.lifecycle.decision import Measured
+from supervisor.lifecycle.inputs import Event, Moment, Notice, NoticeKind
+from supervisor.lifecycle.machine import HANDLERS
+from supervisor.lifecycle.state import TERMINAL, Column, PersistState, RankView
+
+WORLD = 2
+FAST = Policy(every_steps=5, max_crashes=2)
+
+
+class Life:
+    """A job driven by events over a scripted clock; keeps every action."""
+
+    def __init__(self, policy: Policy = FAST) -> None:
+        self.state = JobState(policy=policy)
+        self.now = 100.0
+        self.steps: dict[int, int] = {}
+        self.measured = Measured()
+        self.beat_age_s: float | None = 0.0
+        self.actions: list[Any] = []
+
+    def feed(self, *events: Event) -> list[Any]:
+        """The actions of these events."""
+        found: list[Any] = []
+        for event in events:
+            moment = Moment(
+                now=self.now,
+                steps=dict(self.steps),
+                measured=self.measured,
+                beat_age_s=self.beat_age_s,
+            )
+            self.state, actions = turn(self.state, event, moment)
+            found += actions
+        self.actions += found
+        return [action for action in found if not isinstance(action, outputs.Report)]
+
+    def wait(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        return self.feed(inputs.Tick())
+
+    def reported(self, event: str) -> list[dict[str, object]]:
+        return [
+            action.fields
+            for action in self.actions
+            if isinstance(action, outputs.Report) and action.event == event
+        ]
+
+    # ------------------------------------------------------------ stages of a life
+
+    def launch(self) -> None:
+        self.feed(inputs.Started(is_taken_up=False), inputs.JobLaunched(pid=7))
+
+    def join(self, incarnation: str = "a", generation: int = 0) -> list[Any]:
+        return self.feed(
+            *(
+                inputs.RankJoined(
+                    rank=rank,
+                    world_size=WORLD,
+                    incarnation=f"{incarnation}{rank}",
+                    generation=generation,
+                    has_restored=generation > 0,
+                )
+                for rank in range(WORLD)
+            )
+        )
+
+    def claim(self, generation: int = 1, resume_step: int | None = None, **more: Any) -> list[Any]:
+        options = {"is_local": False, "is_adopted": False, **more}
+        return self.feed(inputs.Claimed(generation=generation, resume_step=resume_step, **options))
+
+    def train(self, step: int = 0) -> list[Any]:
+        found = []
+        for rank in range(WORLD):
+            found += self.feed(inputs.RankRestored(rank=rank, step=step))
+        for rank in range(WORLD):
+            found += self.feed(inputs.RankPlanned(rank=rank, slot_bytes=4096, keeps_slots=False))
+        return found
+
+    def to_training(self) -> None:
+        self.launch()
+        self.join()
+        self.claim()
+        self.train()
+
+    def seal(
+        self, slot: int, step: int, *, replicas: str = "", is_final: bool = False
+    ) -> list[Any]:
+        return self.feed(
+            *(
+                inputs.RankSealed(
+                    rank=rank,
+                    slot=slot,
+                    step=step,
+                    image_bytes=1000,
+                    replicas=f"{replicas}{rank}" if replicas else "",
+                    is_final=is_final,
+                )
+                for rank in range(WORLD)
+            )
+        )
+
+    def commit(self, slot: int, step: int) -> list[Any]:
+        return self.feed(
+            inputs.CheckpointCommitted(
+                slot=slot, step=step, generation=self.state.generation, seq=step
+            )
+        )
+
+    def notice(self, lead_s: float = 30.0, **options: Any) -> list[Any]:
+        values = {"source": "ec2", "kind": NoticeKind.RECLAIM, **options}
+        notice = Notice(deadline_at=self.now + lead_s, **values)
+        return self.feed(inputs.NoticeReceived(notice=notice))
+
+    def hold(self, step: int, **options: Any) -> list[Any]:
+        found = []
+        for rank in range(WORLD):
+            found += self.feed(inputs.RankAtBoundary(rank=rank, step=step, **options))
+        return found
+
+
+def of(kind: type, actions: list[Any]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# ---------------------------------------------------------------- every pair
+
+NOTICE = Notice(source="ec2", kind=NoticeKind.RECLAIM, deadline_at=130.0)
+EVERY_EVENT: list[Event] = [
+    inputs.Started(is_taken_up=False),
+    inputs.JobLaunched(pid=1),
+    inputs.JobExited(code=1),
+    inputs.JobExited(code=0),
+    inputs.JobExited(code=None),
+    inputs.JobStopped(),
+    inputs.LaunchFailed(reason="x"),
+    inputs.RankJoined(rank=0, world_size=2, incarnation="z", generation=0, has_restored=False),
+    inputs.RankJoined(rank=1, world_size=2, incarnation="a1", generation=1, has_restored=True),
+    inputs.RankLost(rank=0),
+    inputs.Claimed(generation=2, resume_step=3, is_local=False, is_adopted=False),
+    inputs.ClaimFailed(error_id="fenced", reason="x", exit_code=77),
+    inputs.ImagesReady(),
+    inputs.FetchFailed(reason="x", is_checkpoint_bad=True),
+    inputs.FetchFailed(reason="x", is_checkpoint_bad=False),
+    inputs.RankRestored(rank=0, step=3),
+    inputs.RankRestoreFailed(rank=0, reason="x", is_checkpoint_bad=True),
+    inputs.RankRestoreFailed(rank=0, reason="x", is_checkpoint_bad=False),
+    inputs.RankPlanned(rank=0, slot_bytes=10, keeps_slots=False),
+    inputs.RankAtBoundary(rank=0, step=9),
+    inputs.RankSealed(rank=0, slot=0, step=9, image_bytes=5, replicas="", is_final=False),
+    inputs.RankUnsealed(rank=0, slot=0, step=9, reason="x"),
+    inputs.RankFinished(rank=0, step=9),
+    inputs.SaveRequested(source="x"),
+    inputs.NoticeReceived(notice=NOTICE),
+    inputs.NoticeReceived(notice=replace(NOTICE, kind=NoticeKind.ADVICE)),
+    inputs.NoticeReceived(notice=replace(NOTICE, kind=NoticeKind.STOP, source="sigterm")),
+    inputs.NoticeWithdrawn(source="ec2"),
+    inputs.Spooled(slot=0, step=9),
+    inputs.CheckpointCommitted(slot=0, step=9, generation=1, seq=4),
+    inputs.PersistFailed(slot=0, step=9, error_id="x", reason="x"),
+    inputs.PersistFailed(slot=0, step=9, error_id="x", reason="x", is_cancelled=True),
+    inputs.FinishRecorded(is_durable=True),
+    inputs.FinishRecorded(is_durable=False, reason="x"),
+    inputs.FencedOff(generation=3),
+    inputs.Tick(),
+]
+
+
+def a_state(phase: Phase) -> JobState:
+    """A job of two ranks in this phase, with one set on its way and one committed."""
+    ranks = {
+        rank: RankView(incarnation=f"a{rank}", has_restored=True, has_slots=True, is_welcomed=True)
+        for rank in range(WORLD)
+    }
+    sealed = frozenset(range(WORLD))
+    column = Column(step=9, generation=1, sealed=sealed, persist=PersistState.RUNNING)
+    done = Column(step=5, generation=1, sealed=sealed, persist=PersistState.COMMITTED)
+    is_leaving = phase in (Phase.EVACUATING, Phase.UPLOADING, Phase.EVACUATED)
+    return JobState(
+        policy=FAST,
+        phase=phase,
+        is_job_alive=phase not in (*TERMINAL, Phase.RELAUNCHING),
+        world_size=WORLD,
+        incarnation="a0",
+        generation=1,
+        is_claimed=phase is not Phase.STARTING,
+        ranks=ranks,
+        columns=(column, done),
+        notice=NOTICE if is_leaving else None,
+        evacuate_until=125.0 if is_leaving else None,
+    )
+
+
+def test_every_kind_of_event_is_in_the_enumeration():
+    assert {type(event) for event in EVERY_EVENT} == set(HANDLERS)
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("event", EVERY_EVENT, ids=lambda event: type(event).__name__)
+def test_step_answers_every_phase_and_event(phase: Phase, event: Event):
+    """Each pair either moves the job or is listed as illegal; none is forgotten."""
+    state = a_state(phase)
+    moment = Moment(now=110.0, steps={0: 9, 1: 9})
+
+    if (phase, type(event)) in ILLEGAL:
+        with pytest.raises(IllegalTransition):
+            turn(state, event, moment)
+        return
+    after, actions = turn(state, event, moment)
+
+    assert after.policy is state.policy
+    if phase in TERMINAL:
+        assert (after, actions) == (state, [])
+    for action in of(outputs.Exit, actions):
+        assert after.phase in (*TERMINAL, Phase.EVACUATED)
+        assert after.exit_code == action.code
+    if after.phase is Phase.STOPPING and phase is not Phase.STOPPING:
+        assert of(outputs.StopJob, actions), "whoever begins to stop must order the stop"
+
+
+# ---------------------------------------------------------------- a life without trouble
+
+
+def test_the_first_rank_brings_the_claim_and_all_are_welcomed():
+    life = Life()
+    life.launch()
+
+    claims = of(outputs.ClaimGeneration, life.join())
+    welcomed = of(outputs.WelcomeRank, life.claim())
+
+    assert [claim.incarnation for claim in claims] == ["a0"]
+    assert [welcome.rank for welcome in welcomed] == [0, 1]
+    assert life.state.phase is Phase.RESTORING
+
+
+def test_images_are_fetched_once_and_sent_to_every_rank():
+    life = Life()
+    life.launch()
+    life.join()
+
+    fetches = of(outputs.FetchImages, life.claim(resume_step=10))
+    sent = of(outputs.SendImages, life.feed(inputs.ImagesReady()))
+    life.train(10)
+
+    assert len(fetches) == 1
+    assert [action.rank for action in sent] == [0, 1]
+    assert life.state.phase is Phase.TRAINING
+
+
+def test_a_save_is_asked_for_at_the_next_multiple_that_all_can_reach():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 6, 1: 5}
+
+    life.state = replace(life.state, columns=(Column(), Column()))
+    asked = of(outputs.AskSave, life.wait(1))
+
+    assert [(action.step, action.slot) for action in asked] == [(10, 0)]
+
+
+def test_a_whole_set_is_persisted_and_the_other_slot_is_asked_for_next():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+
+    found = life.seal(0, 5)
+
+    assert [action.slot for action in of(outputs.Persist, found)] == [0]
+    assert [(a.step, a.slot) for a in of(outputs.AskSave, found)] == [(10, 1)]
+    assert life.state.phase is Phase.SAVING
+
+
+def test_the_newest_whole_set_is_never_given_away():
+    """Slot 1 holds step 10 and waits; slot 0 is being uploaded: there is no slot to write."""
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+    life.seal(0, 5)
+    life.steps = {0: 10, 1: 10}
+
+    found = life.seal(1, 10)
+
+    assert of(outputs.AskSave, found) == []
+    assert of(outputs.Persist, found) == [], "one upload at a time"
+    persisted = of(outputs.Persist, life.commit(0, 5))
+    assert [action.step for action in persisted] == [10]
+
+
+def test_replicas_that_differ_are_dropped_and_proved_anew():
+    life = Life()
+    life.to_training()
+
+    found = life.seal(0, 5, replicas="x")
+
+    assert of(outputs.Persist, found) == []
+    assert len(of(outputs.Replan, found)) == 1
+
+
+def test_a_rank_that_did_not_stage_voids_the_set_and_the_save_is_asked_again():
+    life = Life()
+    life.to_training()
+    life.feed(inputs.RankSealed(rank=0, slot=0, step=5, image_bytes=9, replicas="", is_final=False))
+    life.steps = {0: 6, 1: 6}
+
+    found = life.feed(inputs.RankUnsealed(rank=1, slot=0, step=5, reason="passed"))
+
+    assert [action.step for action in of(outputs.AskSave, found)] == [10]
+
+
+def test_a_failed_persist_is_retried_and_training_goes_on():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+
+    life.feed(inputs.PersistFailed(slot=0, step=5, error_id="store_unreachable", reason="x"))
+    at_once = of(outputs.Persist, life.wait(1))
+    later = of(outputs.Persist, life.wait(FAST.persist_retry_s))
+
+    assert at_once == []
+    assert [action.step for action in later] == [5]
+    assert life.state.phase is Phase.SAVING
+
+
+# ---------------------------------------------------------------- notices
+
+
+def test_a_notice_brings_all_ranks_to_one_boundary_stages_and_lets_them_go():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 7, 1: 7}
+
+    holds = of(outputs.AskHold, life.notice())
+    orders = of(outputs.SendOrder, life.hold(8))
+    slot = orders[0].slot
+    found = life.seal(slot, 8)
+    left = life.commit(slot, 8)
+    gone = life.feed(inputs.JobExited(code=0), inputs.JobStopped())
+
+    assert len(holds) == 1
+    assert [(o.rank, o.action, o.step) for o in orders] == [(0, "stage", 8), (1, "stage", 8)]
+    assert [o.action for o in of(outputs.SendOrder, found)] == ["exit", "exit"]
+    assert [p.step for p in of(outputs.Persist, found)] == [8]
+    assert len(of(outputs.StopJob, left)) == 1
+    assert [action.code for action in of(outputs.Exit, gone)] == [75]
+
+
+def test_a_rank_behind_is_sent_on_to_where_the_other_stands():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 8, 1: 7}
+    life.notice()
+
+    first = life.feed(inputs.RankAtBoundary(rank=0, step=8))
+    second = life.feed(inputs.RankAtBoundary(rank=1, step=7))
+    third = life.feed(inputs.RankAtBoundary(rank=1, step=8))
+
+    assert of(outputs.SendOrder, first) == []
+    assert [(o.rank, o.action, o.step) for o in of(outputs.SendOrder, second)] == [
+        (1, "proceed", 8)
+    ]
+    assert [o.action for o in of(outputs.SendOrder, third)] == ["stage", "stage"]
+
+
+def test_a_rank_that_passed_the_boundary_makes_the_others_take_one_step_more():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 8, 1: 8}
+    life.notice()
+
+    life.feed(inputs.RankAtBoundary(rank=0, step=8))
+    orders = of(outputs.SendOrder, life.wait(0.1))
+
+    assert [(o.rank, o.action, o.step) for o in orders] == [(0, "proceed", 9)]
+
+
+def test_the_earliest_deadline_wins_and_a_repetition_changes_nothing():
+    life = Life()
+    life.to_training()
+    life.notice(lead_s=100)
+
+    life.notice(lead_s=100)
+    life.notice(lead_s=20, source="sigterm", kind=NoticeKind.STOP)
+
+    assert life.state.notice is not None
+    assert life.state.notice.deadline_at == pytest.approx(life.now + 20)
+    assert len(life.reported("notice.received")) == 1
+
+
+def test_ranks_that_do_not_come_in_time_leave_the_newest_staged_image_to_be_committed():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+    life.seal(0, 5)
+    life.feed(inputs.PersistFailed(slot=0, step=5, error_id="x", reason="x"))
+    life.notice(lead_s=20)
+
+    found = life.wait(16)
+    left = life.commit(0, 5)
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.step for action in of(outputs.Persist, found)] == [5]
+    assert life.reported("deadline.missed")
+    assert of(outputs.StopJob, left)
+    assert [action.code for action in of(outputs.Exit, gone)] == [75]
+
+
+def test_without_anything_staged_the_older_checkpoint_stands():
+    life = Life()
+    life.to_training()
+    life.notice(lead_s=20)
+
+    life.wait(16)
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [76]
+
+
+def test_a_fresh_stop_that_does_not_fit_commits_what_is_staged_while_training_goes_on():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+    life.seal(0, 5)
+    life.measured = Measured(step_s=60.0, durable_bytes_per_s=1e6)
+
+    found = life.notice(lead_s=20)
+
+    assert of(outputs.AskHold, found) == []
+    assert life.state.phase is Phase.UPLOADING
+    assert life.reported("evacuation.decided")[0]["choice"] == "staged"
+
+
+def test_a_withdrawn_notice_lets_waiting_ranks_train_on():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 8, 1: 7}
+    life.notice()
+    life.feed(inputs.RankAtBoundary(rank=0, step=8))
+
+    found = life.feed(inputs.NoticeWithdrawn(source="ec2"))
+
+    assert of(outputs.ClearHold, found)
+    assert [(o.rank, o.action) for o in of(outputs.SendOrder, found)] == [(0, "resume")]
+    assert life.state.phase is Phase.SAVING
+    life.wait(1)
+    assert life.state.notice is None
+
+
+def test_an_advice_causes_a_checkpoint_and_nothing_else():
+    life = Life(Policy(every_steps=1000))
+    life.to_training()
+    life.steps = {0: 7, 1: 7}
+    life.state = replace(life.state, columns=(Column(), Column()))
+
+    found = life.notice(kind=NoticeKind.ADVICE)
+
+    assert [action.step for action in of(outputs.AskSave, found)] == [8]
+    assert life.state.phase is Phase.TRAINING
+    assert life.state.notice is None
+
+
+def test_a_notice_before_training_says_that_the_last_checkpoint_stands():
+    life = Life()
+    life.launch()
+    life.join()
+    life.claim(resume_step=40)
+
+    found = life.notice()
+    gone = life.feed(inputs.JobStopped())
+
+    assert of(outputs.StopJob, found)
+    assert life.reported("evacuation.nothing_to_save")[0]["resume_step"] == 40
+    assert [action.code for action in of(outputs.Exit, gone)] == [75]
+
+
+def test_an_interrupt_by_a_person_exits_with_130_after_the_save():
+    life = Life()
+    life.to_training()
+    life.notice(source="sigint", kind=NoticeKind.STOP)
+    orders = of(outputs.SendOrder, life.hold(3))
+    life.seal(orders[0].slot, 3)
+    life.commit(orders[0].slot, 3)
+
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [130]
+
+
+def test_a_drill_relaunches_on_the_same_machine():
+    life = Life()
+    life.to_training()
+    life.notice(source="drill", is_drill=True)
+    orders = of(outputs.SendOrder, life.hold(3))
+    life.seal(orders[0].slot, 3)
+    life.commit(orders[0].slot, 3)
+
+    life.feed(inputs.JobStopped())
+    launched = of(outputs.LaunchJob, life.wait(0))
+
+    assert len(launched) == 1
+    assert life.state.notice is None
+
+
+# ---------------------------------------------------------------- crashes and ends
+
+
+def test_a_crash_backs_off_and_counts_and_the_limit_ends_it_with_trainings_own_code():
+    life = Life()
+    life.launch()
+    waits = []
+    for _ in range(FAST.max_crashes):
+        life.feed(inputs.JobExited(code=3), inputs.JobStopped())
+        waits.append(life.reported("relaunch.scheduled")[-1]["wait_s"])
+        assert of(outputs.LaunchJob, life.wait(100))
+        life.feed(inputs.JobLaunched(pid=1))
+
+    life.feed(inputs.JobExited(code=3))
+    gone = life.feed(inputs.JobStopped())
+
+    assert waits == [1.0, 2.0]
+    assert [action.code for action in of(outputs.Exit, gone)] == [3]
+    assert life.reported("job.crash_loop")
+
+
+def test_a_commit_forgives_earlier_crashes():
+    life = Life()
+    life.launch()
+    life.feed(inputs.JobExited(code=1), inputs.JobStopped())
+    life.wait(10)
+    life.feed(inputs.JobLaunched(pid=1))
+    life.join("b")
+    life.claim()
+    life.train()
+    life.seal(0, 5)
+
+    life.commit(0, 5)
+
+    assert life.state.num_crashes == 0
+
+
+def test_a_crash_before_the_first_commit_is_recorded_and_one_after_it_is_not():
+    early = Life()
+    early.to_training()
+    late = Life()
+    late.to_training()
+    late.seal(0, 5)
+    late.commit(0, 5)
+
+    assert of(outputs.RecordFail, early.feed(inputs.JobExited(code=1)))
+    assert of(outputs.RecordFail, late.feed(inputs.JobExited(code=1))) == []
+
+
+def test_after_a_crash_the_whole_set_in_memory_is_offered_and_flushed_anew():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+    life.feed(inputs.JobExited(code=-9), inputs.JobStopped())
+    life.wait(10)
+    life.feed(inputs.JobLaunched(pid=2))
+
+    claims = of(outputs.ClaimGeneration, life.join("b"))
+    cancelled = of(outputs.CancelPersist, life.claim(generation=2, resume_step=5, is_local=True))
+    life.feed(inputs.ImagesReady())
+    persisted = of(outputs.Persist, life.train(5))
+
+    assert claims[0].in_memory == (1, 5, 0)
+    assert [action.slot for action in cancelled] == [0]
+    assert [action.step for action in persisted] == [5]
+    assert life.state.columns[0].generation == 2
+
+
+def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_the_job_relaunched():
+    life = Life()
+    life.launch()
+    life.join()
+    life.claim(resume_step=10)
+
+    found = life.feed(inputs.FetchFailed(reason="flipped byte", is_checkpoint_bad=True))
+    life.feed(inputs.JobStopped())
+
+    assert of(outputs.SetAside, found)
+    assert life.state.phase is Phase.RELAUNCHING
+    assert life.state.num_crashes == 0, "not the training's fault"
+
+
+def test_a_script_that_does_not_fit_its_checkpoint_ends_instead_of_looping():
+    life = Life()
+    life.launch()
+    life.join()
+    life.claim(resume_step=10)
+
+    life.feed(
+        inputs.RankRestoreFailed(rank=1, reason="shape of model/w", is_checkpoint_bad=False),
+        inputs.JobExited(code=1),
+    )
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [1]
+
+
+def test_the_end_is_recorded_after_the_final_image_is_committed():
+    life = Life()
+    life.to_training()
+    life.steps = {0: 12, 1: 12}
+
+    orders = of(outputs.SendOrder, life.hold(12, is_ending=True))
+    slot = orders[0].slot
+    life.seal(slot, 12, is_final=True)
+    early = life.feed(*(inputs.RankFinished(rank=rank, step=12) for rank in range(WORLD)))
+    recorded = life.commit(slot, 12)
+    told = life.feed(inputs.FinishRecorded(is_durable=True))
+    gone = life.feed(inputs.JobExited(code=0), inputs.JobStopped())
+
+    assert [order.action for order in orders] == ["stage", "stage"]
+    assert of(outputs.RecordFinish, early) == []
+    assert [action.step for action in of(outputs.RecordFinish, recorded)] == [12]
+    assert of(outputs.TellFinished, told)
+    assert [action.code for action in of(outputs.Exit, gone)] == [0]
+    assert life.state.phase is Phase.FINISHED
+
+
+def test_a_script_that_never_attaches_is_told_so_and_its_success_passed_on():
+    life = Life()
+    life.launch()
+    life.wait(FAST.attach_warning_s + 1)
+
+    life.feed(inputs.JobExited(code=0))
+    gone = life.feed(inputs.JobStopped())
+
+    assert len(life.reported("rank.never_attached")) == 2
+    assert [action.code for action in of(outputs.Exit, gone)] == [0]
+
+
+def test_a_job_without_progress_for_the_limit_is_restarted():
+    life = Life(Policy(hang_limit_s=60))
+    life.to_training()
+    life.beat_age_s = 61.0
+
+    found = life.wait(1)
+
+    assert of(outputs.StopJob, found)
+    assert life.reported("job.hung")
+    assert life.state.after_stop == "relaunch"
+
+
+def test_a_fenced_group_is_stopped_and_not_started_again():
+    life = Life()
+    life.to_training()
+
+    found = life.feed(inputs.FencedOff(generation=9))
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.patience_s for action in of(outputs.StopJob, found)] == [0.0]
+    assert [action.code for action in of(outputs.Exit, gone)] == [77]
+
+
+def test_workers_that_torchrun_restarted_by_itself_form_a_new_group():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+
+    claims = of(outputs.ClaimGeneration, life.join("b"))
+
+    assert [claim.incarnation for claim in claims] == ["b0"]
+    assert claims[0].in_memory == (1, 5, 0)
+
+
+def test_ranks_that_reconnect_to_a_new_supervisor_train_on():
+    life = Life()
+    life.feed(inputs.Started(is_taken_up=True))
+
+    life.join("a", generation=4)
+    welcomed = of(outputs.WelcomeRank, life.claim(generation=4, resume_step=3, is_adopted=True))
+
+    assert [action.rank for action in welcomed] == [0, 1]
+    assert life.state.phase is Phase.TRAINING
+    assert of(outputs.FetchImages, life.actions) == []
