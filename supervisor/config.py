@@ -86,7 +86,7 @@ def _store_url(value: Any) -> str:
     url = _text(value)
     if url.startswith("s3://") and len(url.split("/")[2]) >= 3:
         return url.rstrip("/")
-    if url.startswith("file://"):
+    if url.startswith("file://") and url != "file://":
         path = os.path.expanduser(url.removeprefix("file://"))
         if not os.path.isabs(path):
             path = os.path.abspath(path)
@@ -97,7 +97,7 @@ def _store_url(value: Any) -> str:
 def _bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if value in ("true", "1", "false", "0"):
+    if isinstance(value, str) and value in ("true", "1", "false", "0"):
         return value in ("true", "1")
     raise ValueError("true or false")
 
@@ -105,7 +105,7 @@ def _bool(value: Any) -> bool:
 def _whole(minimum: int, maximum: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         allowed = f"a whole number from {minimum} to {maximum}"
-        if isinstance(value, str) and value.isdigit():
+        if isinstance(value, str) and value.isascii() and value.isdigit():
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(allowed)
@@ -124,6 +124,15 @@ def _duration(minimum_s: float, maximum_s: float) -> Callable[[Any], float]:
         return seconds
 
     return read
+
+
+def _listen(value: Any) -> str:
+    text = _text(value)
+    host, _, port = text.rpartition(":")
+    is_address = host and port.isascii() and port.isdigit() and int(port) <= 65535
+    if text != "off" and not is_address:
+        raise ValueError('host:port such as "127.0.0.1:9877", or "off"')
+    return text
 
 
 def _one_of(*allowed: str) -> Callable[[Any], str]:
@@ -229,7 +238,10 @@ OPTIONS: tuple[Option, ...] = (
     _seconds("restart.hang_limit", "30m", (1, 30 * DAY_S), "No progress for so long: restart."),
     _seconds("restart.attach_warning", "2m", (1, DAY_S), "Warn if no rank attached by then."),
     _option(
-        "status.listen", "127.0.0.1:9877", _text, 'Address of /metrics and /status.json, or "off".'
+        "status.listen",
+        "127.0.0.1:9877",
+        _listen,
+        'Address of /metrics and /status.json, or "off".',
     ),
     _choice(
         "log.level", "info", ("debug", "info", "warning", "error"), "Least level that is shown."
@@ -264,6 +276,7 @@ def load(
             raw[option.name] = (environ[option.environment_name], origin)
         if flags and flags.get(option.name) is not None:
             raw[option.name] = (flags[option.name], "command line")
+    problems += _unknown_in_environment(environ)
     settings = _check(raw, path, problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -272,6 +285,17 @@ def load(
             hint="`lastgasp config schema` lists every setting",
         )
     return Config(settings)
+
+
+def _unknown_in_environment(environ: Mapping[str, str]) -> list[str]:
+    """A setting that is misspelt there would be passed over in silence."""
+    known = {option.environment_name for option in OPTIONS}
+    return [
+        f"environment: {name} names no setting"
+        + _suggest(name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".", 1))
+        for name in sorted(environ)
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name and name not in known
+    ]
 
 
 def _read_file(path: str | None) -> tuple[str, dict[str, Any]]:

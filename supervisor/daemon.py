@@ -18,12 +18,15 @@ from supervisor.performer import Parts, Performer
 from supervisor.ranks.link import Incoming, Link, LinkClosed
 from trainer_sdk.protocol import messages
 from trainer_sdk.protocol.errors import ProtocolError
+from trainer_sdk.protocol.framing import close_all
 
 # A tick costs about 0.2 ms; these keep an idle daemon far below one percent of a core.
 TICK_S = 0.25
 BUSY_TICK_S = 0.05
 BUSY = frozenset({Phase.STARTING, Phase.EVACUATING, Phase.UPLOADING, Phase.RELAUNCHING})
 ORDER_LEAD_S = 120.0
+# A body is put into a frame as a JSON string, in which every quote takes two bytes.
+MAX_REPLY_BYTES = messages.MAX_MESSAGE_BYTES // 2 - 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,8 @@ class Daemon:
         match item:
             case Noted():
                 self._observer.noted(item.kind, item.facts, self._measurements)
-            case Incoming(message=messages.Control() as control, link=link):
+            case Incoming(message=messages.Control() as control, link=link, fds=fds):
+                close_all(fds)
                 self._answer(link, control)
             case Incoming():
                 self._receive(item)
@@ -200,5 +204,17 @@ class Daemon:
                 for source in ("notify", "drill", "stop"):
                     self._handle(inputs.NoticeWithdrawn(source=source))
                 said = "withdrawn"
-        body = json.dumps({"said": said, "status": self._observer.snapshot})
+        body = _reply_body(said, self._observer.snapshot)
         link.send(messages.Reply(is_ok=is_ok, body=body))
+
+
+def _reply_body(said: str, snapshot: dict[str, Any]) -> str:
+    """The answer as JSON; without the ranks' receipts where those would not fit into a frame."""
+    body = json.dumps({"said": said, "status": snapshot})
+    if len(body) <= MAX_REPLY_BYTES:
+        return body
+    ranks = {
+        rank: {name: value for name, value in view.items() if name != "receipt"}
+        for rank, view in snapshot.get("ranks", {}).items()
+    }
+    return json.dumps({"said": said, "status": {**snapshot, "ranks": ranks}})

@@ -67,18 +67,28 @@ EVENTS: Mapping[str, str] = {
     "supervisor.stopped": "the daemon ends",
 }
 _SECRET = re.compile(r"(secret|token|password|credential|authorization|signature)", re.I)
-_SIGNED_URL = re.compile(r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s\"']+", re.I)
+# Query parameters of signed URLs and the same words in an Authorization header.
+_SIGNED = re.compile(r"(\b(?:signature|credential|security-token|sig)=)[^&\s\"',]+", re.I)
 
 
 def redact(logger: Any, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Drop what looks like a secret, by its key or as part of a signed URL."""
     del logger, method
     for key, value in entry.items():
-        if _SECRET.search(key):
-            entry[key] = "[redacted]"
-        elif isinstance(value, str):
-            entry[key] = _SIGNED_URL.sub(r"\1[redacted]", value)
+        entry[key] = _clean(key, value)
     return entry
+
+
+def _clean(key: Any, value: Any) -> Any:
+    if _SECRET.search(str(key)):
+        return "[redacted]"
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _clean(name, item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_clean("", item) for item in value]
+    return _SIGNED.sub(r"\1[redacted]", str(value))
 
 
 def configure(*, level: str, style: str) -> None:

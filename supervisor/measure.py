@@ -34,6 +34,9 @@ class Measurements:
     def saw_steps(self, now: float, steps: dict[int, int]) -> None:
         """Note the ranks' progress; the time of a step is what passed between two boundaries."""
         front = max(steps.values(), default=0)
+        if front == 0:
+            self._last = None  # nobody trains yet: what comes next is no step's time
+            return
         if self._last is None or front < self._last[1]:
             self._last = (now, front)
             return

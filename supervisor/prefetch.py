@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools, Images
 from supervisor.clock import Clock, Deadline
@@ -13,6 +14,22 @@ from supervisor.errors import SupervisorError
 
 LOOK_LIMIT_S = 60.0
 TAKE_LIMIT_S = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One guess. A thread writes to its own attempt only, so a late one harms no newer one."""
+
+    thread: threading.Thread | None = None
+    fetch: Fetch | None = None
+    seq: int | None = None
+    found: FetchedCheckpoint | None = None
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self.fetch is not None:
+            self.fetch.cancel()
 
 
 class Prefetch:
@@ -25,44 +42,40 @@ class Prefetch:
         self._log = log
         self._tools = tools
         self._clock = clock
-        self._thread: threading.Thread | None = None
-        self._fetch: Fetch | None = None
-        self._seq: int | None = None
-        self._found: FetchedCheckpoint | None = None
+        self._attempt = _Attempt()
 
     def start(self, in_memory: Sequence[Images]) -> None:
         """Begin with the newest good commit, in the background; what is in memory is used."""
-        if self._fetch is not None:
-            self._fetch.cancel()
-        self._fetch = self._seq = self._found = None
-        self._thread = threading.Thread(
-            target=self._run, args=(in_memory,), name="prefetch", daemon=True
+        self._attempt.cancel()
+        self._attempt = attempt = _Attempt()
+        attempt.thread = threading.Thread(
+            target=self._run, args=(attempt, in_memory), name="prefetch", daemon=True
         )
-        self._thread.start()
+        attempt.thread.start()
 
-    def _run(self, in_memory: Sequence[Images]) -> None:
+    def _run(self, attempt: _Attempt, in_memory: Sequence[Images]) -> None:
         try:
             deadline = Deadline.after(self._clock, LOOK_LIMIT_S)
             good = self._log.tail(deadline).state.good
             if not good:
                 return
-            seq = good[-1].seq
-            manifest = read_manifest(self._log, seq, deadline)
-            fetch = Fetch(self._tools, manifest, in_memory=in_memory)
-            self._fetch, self._seq = fetch, seq
-            self._found = fetch.run()
+            attempt.seq = good[-1].seq
+            manifest = read_manifest(self._log, attempt.seq, deadline)
+            attempt.fetch = Fetch(self._tools, manifest, in_memory=in_memory)
+            if not attempt.is_cancelled:
+                attempt.found = attempt.fetch.run()
         except SupervisorError:
             return  # told by the fetch after the claim, with what is to be done about it
 
     def take(self, seq: int) -> FetchedCheckpoint | None:
         """The fetched checkpoint if it is this commit, waiting for the rest of it; else None."""
-        thread = self._thread
-        if thread is None:
+        attempt = self._attempt
+        if attempt.thread is None:
             return None
-        if self._seq is not None and self._seq != seq and self._fetch is not None:
-            self._fetch.cancel()
+        if attempt.seq is not None and attempt.seq != seq:
+            attempt.cancel()
             return None
-        thread.join(TAKE_LIMIT_S)
-        found = self._found if self._seq == seq else None
-        self._found = None
+        attempt.thread.join(TAKE_LIMIT_S)
+        found = attempt.found if attempt.seq == seq else None
+        attempt.found = None
         return found

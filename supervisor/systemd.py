@@ -11,9 +11,13 @@ from collections.abc import Mapping
 
 from supervisor.clock import Clock
 from supervisor.lifecycle import JobState
-from supervisor.lifecycle.state import Phase
+from supervisor.lifecycle.state import TERMINAL, Phase
 
 EXTEND_S = 30
+ENDED = TERMINAL | {Phase.EVACUATED}
+WORKING_AGAINST_TIME = frozenset(
+    {Phase.EVACUATING, Phase.UPLOADING, Phase.STOPPING, Phase.EVACUATED}
+)
 
 
 class ServiceManager:
@@ -41,9 +45,11 @@ class ServiceManager:
         lines = [f"STATUS={state.phase.value}, generation {state.generation}"]
         if self._is_watched:
             lines.append("WATCHDOG=1")
-        if state.phase in (Phase.EVACUATING, Phase.UPLOADING, Phase.EVACUATED):
-            if self._phase not in (Phase.EVACUATING, Phase.UPLOADING, Phase.EVACUATED):
-                lines.append("STOPPING=1")
+        # Not before the end is certain: systemd kills a unit that said STOPPING and goes on, as
+        # after a drill or a withdrawn notice.
+        if state.phase in ENDED and self._phase not in ENDED:
+            lines.append("STOPPING=1")
+        if state.phase in WORKING_AGAINST_TIME:
             lines.append(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}")
         self._phase = state.phase
         self._send("\n".join(lines))

@@ -16,6 +16,8 @@ _SIZES = {
     "GB": 10**9,
     "TB": 10**12,
 }
+# An integer of TOML may be too large for a float; this is beyond every limit, too.
+_LARGEST = 1e18
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)?\s*\Z")
 
 
@@ -26,7 +28,7 @@ def parse_duration(value: object) -> float:
         ValueError: not a duration; the text says what one looks like.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < _LARGEST else _LARGEST
     match = _NUMBER.match(value) if isinstance(value, str) else None
     if match is None or (match[2] is not None and match[2] not in _DURATIONS):
         raise ValueError('a duration such as "90s", "10m" or "2h"')

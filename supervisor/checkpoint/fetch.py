@@ -17,7 +17,13 @@ from typing import Literal
 from supervisor.checkpoint.chunks import chunk_ranges
 from supervisor.checkpoint.spool import Spool, SpooledCheckpoint
 from supervisor.checkpoint.workers import WorkerPool
-from supervisor.errors import ObjectMissing, ShardCorrupt, ShardMissing
+from supervisor.errors import (
+    ObjectMissing,
+    PermanentStoreError,
+    ShardCorrupt,
+    ShardMissing,
+    SupervisorError,
+)
 from supervisor.ranks.slots import SlotBuffer
 from supervisor.store.base import ObjectStore
 from trainer_sdk.protocol.errors import ProtocolError
@@ -27,6 +33,12 @@ from trainer_sdk.protocol.names import JobKeys
 
 Source = Literal["memory", "spool", "store"]
 Images = Mapping[int, tuple[SlotBuffer, int]]
+
+
+class FetchCancelled(SupervisorError):
+    """Nobody wants these images any more; what was read is dropped."""
+
+    error_id = "fetch_cancelled"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -177,6 +189,7 @@ class Fetch:
 
         Raises:
             ShardMissing, ShardCorrupt: the checkpoint is bad.
+            FetchCancelled: `cancel` was called before every byte was verified.
             StoreError: the store could not be read in time; the checkpoint may be good.
         """
         images = []
@@ -244,7 +257,7 @@ class Fetch:
             target = buffer.view(shard.size_bytes)[start:end]
             for _ in range(2):
                 if self._stop.is_set():
-                    return
+                    raise FetchCancelled(f"step {self._manifest.step}: not wanted any more")
                 self._read_chunk(shard, start, target)
                 if hashlib.sha256(target).hexdigest() == shard.chunks[index]:
                     return
@@ -268,4 +281,19 @@ class Fetch:
             raise ShardMissing(
                 f"step {self._manifest.step}: rank {shard.rank}'s shard is gone ({shard.key})",
                 hint="look for lifecycle rules or people that delete below the job's prefix",
+            ) from error
+        except PermanentStoreError as error:
+            self._check_size(shard, error)
+            raise
+
+    def _check_size(self, shard: ShardEntry, error: PermanentStoreError) -> None:
+        """An object of another size is a bad shard, not a store that refuses."""
+        found = self._tools.store.head(
+            self._tools.keys.full(shard.key), timeout_s=self._tools.chunk_timeout_s
+        )
+        if found.size_bytes != shard.size_bytes:
+            raise ShardCorrupt(
+                f"step {self._manifest.step}: rank {shard.rank}'s shard has {found.size_bytes} "
+                f"bytes, not {shard.size_bytes} ({shard.key})",
+                hint="the checkpoint is set aside and the next older one is used",
             ) from error

@@ -26,7 +26,10 @@ from trainer_sdk.protocol.manifest import ShardEntry
 
 READY = "READY.json"
 UPLOADS = "uploads"
+SPOOL_FORMAT = 1
 MAX_READY_BYTES = 64 << 20
+# A nesting bomb ends in RecursionError, bytes that are not UTF-8 in UnicodeDecodeError.
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FINAL = re.compile(r"^(\d{10})-(\d{12})\Z")
 _TEMPORARY = re.compile(r"^tmp-[0-9a-f]{32}\Z")
 _NOTE = re.compile(r"^(\d{10})-(\d{12})\.json(\.tmp)?\Z")
@@ -260,9 +263,10 @@ class Spool:
         """What was noted of this checkpoint's uploads."""
         try:
             with open(self._tokens_path(gen, step), "rb") as file:
-                return msgspec.json.decode(file.read(MAX_READY_BYTES), type=UploadTokens)
-        except (OSError, msgspec.MsgspecError):
+                tokens = msgspec.json.decode(file.read(MAX_READY_BYTES), type=UploadTokens)
+        except (OSError, *_NOT_JSON):
             return None
+        return tokens if tokens.fmt == SPOOL_FORMAT else None
 
     def forget_uploads(self, *, gen: int, step: int) -> None:
         """Remove the notes of this checkpoint and of older ones: they are settled."""
@@ -282,9 +286,10 @@ def _read_record(path: str) -> SpoolRecord | None:
         return None
     with open(fd, "rb") as file:
         try:
-            return msgspec.json.decode(file.read(MAX_READY_BYTES), type=SpoolRecord)
-        except msgspec.MsgspecError:
+            record = msgspec.json.decode(file.read(MAX_READY_BYTES), type=SpoolRecord)
+        except _NOT_JSON:
             return None
+    return record if record.fmt == SPOOL_FORMAT else None
 
 
 def _write_synced(path: str, data: bytes) -> None:

@@ -104,7 +104,7 @@ class JobKeeper:
         try:
             with open(self._path, "rb") as file:
                 record = msgspec.json.decode(file.read(1 << 20), type=JobRecord)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return record if record.fmt == RECORD_FORMAT else None
 

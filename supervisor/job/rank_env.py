@@ -22,6 +22,8 @@ _RENDEZVOUS_FLAGS = (
     "--master_port",
     "--nnodes",
 )
+# torchrun takes every flag from PET_<FLAG> too. Source: torch/distributed/argparse_util.py.
+_RENDEZVOUS_NAMES = ("PET_STANDALONE", "PET_RDZV", "PET_MASTER_", "PET_NNODES")
 _SECRET_PREFIXES = ("LASTGASP_STORE__",)
 
 
@@ -60,4 +62,4 @@ def _lacks_rendezvous(argv: Sequence[str], inherited: Mapping[str, str]) -> bool
         for argument in argv
         for flag in _RENDEZVOUS_FLAGS
     )
-    return not is_given and not any(name.startswith("PET_RDZV") for name in inherited)
+    return not is_given and not any(name.startswith(_RENDEZVOUS_NAMES) for name in inherited)

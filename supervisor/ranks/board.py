@@ -51,9 +51,9 @@ class RankBoard:
         *,
         clock: Clock,
         launch: Callable[[], str],
-        make_slot: Callable[[int, int, int], SlotBuffer],
+        make_slot: Callable[[int, int, int, int], SlotBuffer],
     ) -> None:
-        """`make_slot(rank, slot, size_bytes)` provides a buffer, in memory or on disk."""
+        """`make_slot(rank, slot, size_bytes, num_ranks)` gives a buffer, in memory or on disk."""
         self.seats: dict[int, Seat] = {}
         self._clock = clock
         self._launch = launch
@@ -127,7 +127,7 @@ class RankBoard:
             if len(fds) != 1 + hello.num_slots:
                 close_all(fds)
                 raise ProtocolError(f"{len(fds)} descriptors for {hello.num_slots} slots")
-            page = ControlPage(fds[0])
+            page = _page_from(fds)
             slots = [SlotBuffer(fd) for fd in fds[1:]]
             seat = Seat(
                 rank=hello.rank,
@@ -230,10 +230,18 @@ class RankBoard:
         seat = self.seats[rank]
         size_bytes = round_up(slot_bytes)
         if not seat.slots or seat.slot_bytes != size_bytes:
-            seat.slots = [self._make_slot(rank, slot, size_bytes) for slot in range(NUM_SLOTS)]
+            seat.slots = [
+                self._make_slot(rank, slot, size_bytes, len(self.seats))
+                for slot in range(NUM_SLOTS)
+            ]
             seat.slot_bytes = size_bytes
             seat.seals.clear()
-        message = messages.Slots(slot_bytes=size_bytes, num_slots=NUM_SLOTS)
+        is_on_disk = any(slot.is_on_disk for slot in seat.slots)
+        message = messages.Slots(
+            slot_bytes=size_bytes,
+            num_slots=NUM_SLOTS,
+            staging="disk" if is_on_disk else "memory",
+        )
         self.send(rank, message, tuple(slot.fd for slot in seat.slots))
 
     def drop_ranks_from(self, world_size: int) -> None:
@@ -285,3 +293,19 @@ def memory_slot(rank: int, slot: int, size_bytes: int) -> SlotBuffer:
 def disk_slot(directory: str, rank: int, slot: int, size_bytes: int) -> SlotBuffer:
     """A slot in a file of the spool."""
     return SlotBuffer.on_disk(os.path.join(directory, f"slot-{rank:06d}-{slot}"), size_bytes)
+
+
+def _page_from(fds: list[int]) -> ControlPage:
+    """The control page that a rank hands back; on an error every descriptor is closed.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        return ControlPage(fds[0])
+    except ProtocolError:
+        close_all(fds[1:])
+        raise
+    except (OSError, ValueError) as error:  # not mappable: a pipe, or opened for reading only
+        close_all(fds)
+        raise ProtocolError(f"not a control page: {error}") from error
