@@ -46,7 +46,6 @@ class RankTerms:
     """What every rank is told in its Welcome."""
 
     job_id: str
-    staging: Literal["memory", "disk"]
     schedule: Literal["boundary", "overlapped"]
     hold_timeout_s: float
     plan_timeout_s: float
@@ -198,7 +197,6 @@ class Performer:
             epoch=got.epoch,
             resume=_resume_of(got),
             num_slots=NUM_SLOTS,
-            staging=terms.staging,
             schedule=terms.schedule,
             hold_timeout_s=terms.hold_timeout_s,
             plan_timeout_s=terms.plan_timeout_s,

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from supervisor import log as logs
 from supervisor.checkpoint.fetch import FetchTools
@@ -240,22 +240,19 @@ class Supervised:
         )
 
     def _terms(self) -> RankTerms:
-        staging: Literal["memory", "disk"] = (
-            "disk" if self._config["checkpoint.staging"] == "disk" else "memory"
-        )
         return RankTerms(
             job_id=self._config["job.id"],
-            staging=staging,
             schedule=self._config["checkpoint.schedule"],
             hold_timeout_s=600.0,
             plan_timeout_s=120.0,
         )
 
-    def _slot_maker(self, spool: Spool | None) -> Callable[[int, int, int], SlotBuffer]:
+    def _slot_maker(self, spool: Spool | None) -> Callable[[int, int, int, int], SlotBuffer]:
         choice = self._config["checkpoint.staging"]
 
-        def make(rank: int, slot: int, size_bytes: int) -> SlotBuffer:
-            wanted = size_bytes * (NUM_SLOTS - slot)
+        def make(rank: int, slot: int, size_bytes: int, num_ranks: int) -> SlotBuffer:
+            # The slots of ranks before us are given but not yet touched, so not yet counted.
+            wanted = size_bytes * NUM_SLOTS * num_ranks
             fits = wanted <= available_bytes() * MEMORY_SHARE
             if choice == "memory" or spool is None or (choice == "auto" and fits):
                 return memory_slot(rank, slot, size_bytes)

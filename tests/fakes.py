@@ -185,7 +185,6 @@ class FakeSupervisor:
             epoch=1,
             resume=resume,
             num_slots=2,
-            staging=self.staging,  # type: ignore[arg-type]
             schedule=self.schedule,  # type: ignore[arg-type]
             hold_timeout_s=self.hold_timeout_s,
             plan_timeout_s=self.plan_timeout_s,
@@ -224,7 +223,8 @@ class FakeSupervisor:
         for fd in self.slot_fds:
             os.ftruncate(fd, message.slot_bytes)
         self.slot_bytes = message.slot_bytes
-        send_frame(sock, encode(Slots(slot_bytes=message.slot_bytes, num_slots=2)), self.slot_fds)
+        slots = Slots(slot_bytes=message.slot_bytes, num_slots=2, staging=self.staging)  # type: ignore[arg-type]
+        send_frame(sock, encode(slots), self.slot_fds)
 
     def _record(self, message: RankMessage) -> None:
         with self._changed:

@@ -261,7 +261,7 @@ class Session:
                 return
             self._num_grants = inbox.num_slot_grants
             grant, fds = inbox.slots, [os.dup(fd) for fd in inbox.slot_fds]
-        self.stager.adopt(grant, fds, staging=self._welcome.staging)
+        self.stager.adopt(grant, fds)
 
     def _plan(self, moment: Moment, snapshot: Snapshot) -> bytes:
         """Make the plan fit the state; returns the JSON state. Tells the supervisor of growth."""

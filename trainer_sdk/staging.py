@@ -119,7 +119,7 @@ class Stager:
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
 
-    def adopt(self, grant: Slots, fds: Sequence[int], *, staging: str) -> None:
+    def adopt(self, grant: Slots, fds: Sequence[int]) -> None:
         """Use slots that the supervisor granted instead of those before.
 
         Raises:
@@ -127,7 +127,7 @@ class Stager:
         """
         self.wait()
         self.release()
-        is_file = staging == "disk"
+        is_file = grant.staging == "disk"
         self.slots = [FileSlot(fd) if is_file else MappedSlot(fd, grant.slot_bytes) for fd in fds]
         self.slot_bytes = grant.slot_bytes
         mapped = [slot for slot in self.slots if isinstance(slot, MappedSlot)]

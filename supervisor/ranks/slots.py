@@ -20,9 +20,10 @@ class SlotBuffer:
     it lives, so an upload that still runs never loses its bytes to a reallocation.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_on_disk: bool = False) -> None:
         """Take over a descriptor that is already as long as the slot."""
         self.fd = fd
+        self.is_on_disk = is_on_disk
         self.size_bytes = os.fstat(fd).st_size
         self._map: mmap.mmap | None = None
         weakref.finalize(self, os.close, fd)
@@ -50,7 +51,7 @@ class SlotBuffer:
             os.close(fd)
             os.unlink(path)
             raise
-        return cls(fd)
+        return cls(fd, is_on_disk=True)
 
     def view(self, size_bytes: int) -> memoryview:
         """The first `size_bytes` of the slot, page aligned."""

@@ -172,17 +172,20 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     epoch: int
     resume: Resume | None
     num_slots: Annotated[int, msgspec.Meta(ge=2, le=8)]
-    staging: Literal["memory", "disk"]
     schedule: Literal["boundary", "overlapped"]
     hold_timeout_s: float
     plan_timeout_s: float
 
 
 class Slots(_Message, frozen=True, tag="slots"):
-    """The rank's image slots, `slot_bytes` each; descriptors in slot order."""
+    """The rank's image slots, `slot_bytes` each; descriptors in slot order.
+
+    On disk they are files, to be written through small aligned buffers and not mapped.
+    """
 
     slot_bytes: Size
     num_slots: Annotated[int, msgspec.Meta(ge=2, le=8)]
+    staging: Literal["memory", "disk"]
 
 
 class Images(_Message, frozen=True, tag="images"):
