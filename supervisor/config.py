@@ -345,10 +345,13 @@ def _from_document(
 
 
 def _suggest(name: str) -> str:
-    close = difflib.get_close_matches(name, [*BY_NAME, *SECTIONS], n=1, cutoff=0.5)
+    section, _, key = name.partition(".")
+    close = [option.name for option in OPTIONS if option.key == key][:1]
+    if not close and section in SECTIONS:
+        own = [option.key for option in OPTIONS if option.section == section]
+        close = [f"{section}.{k}" for k in difflib.get_close_matches(key, own, n=1)]
     if not close:
-        key = name.split(".")[-1]
-        close = [other for other in BY_NAME if other.split(".")[-1] == key][:1]
+        close = difflib.get_close_matches(name, [*BY_NAME, *SECTIONS], n=1, cutoff=0.7)
     if not close:
         return "; `lastgasp config schema` lists them"
     section, _, key = close[0].partition(".")

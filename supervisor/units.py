@@ -56,7 +56,7 @@ def show_duration(seconds: float | None) -> str:
     for unit in ("d", "h", "m"):
         if seconds >= _DURATIONS[unit] and seconds % _DURATIONS[unit] == 0:
             return f"{int(seconds / _DURATIONS[unit])}{unit}"
-    return f"{seconds:g}s" if seconds >= 1 else f"{seconds * 1000:g}ms"
+    return f"{round(seconds, 3):.15g}s" if seconds >= 1 else f"{seconds * 1000:g}ms"
 
 
 def show_size(size_bytes: int | None) -> str:

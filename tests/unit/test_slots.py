@@ -1,0 +1,109 @@
+"""Image slots: page aligned, owned, and alive as long as anyone needs their bytes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from supervisor.ranks.slots import PAGE_BYTES, SlotBuffer, round_up
+from tests.unit.filesystems import tmpfs
+
+
+def open_fds() -> set[str]:
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "expected"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)]
+)
+def test_a_slot_is_whole_pages_and_at_least_one(size_bytes: int, expected: int) -> None:
+    assert round_up(size_bytes) == expected
+    assert SlotBuffer.in_memory("slot", size_bytes).size_bytes == expected
+
+
+def test_what_one_side_writes_the_other_reads() -> None:
+    slot = SlotBuffer.in_memory("slot", 3 * PAGE_BYTES)
+
+    os.pwrite(slot.fd, b"written by a rank", PAGE_BYTES)
+
+    assert bytes(slot.view(2 * PAGE_BYTES)[PAGE_BYTES : PAGE_BYTES + 17]) == b"written by a rank"
+
+
+def test_a_view_is_as_long_as_asked_and_page_aligned() -> None:
+    slot = SlotBuffer.in_memory("slot", 3 * PAGE_BYTES)
+
+    view = slot.view(5000)
+
+    assert len(view) == 5000
+
+
+def test_a_reader_sees_the_bytes_and_cannot_change_them() -> None:
+    slot = SlotBuffer.in_memory("slot", PAGE_BYTES)
+    slot.view(4)[:] = b"abcd"
+
+    fd = slot.reader()
+    try:
+        assert os.pread(fd, 4, 0) == b"abcd"
+        with pytest.raises(OSError) as caught:
+            os.write(fd, b"x")
+    finally:
+        os.close(fd)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_a_slot_that_nobody_needs_gives_its_descriptor_back() -> None:
+    before = open_fds()
+    slot = SlotBuffer.in_memory("slot", PAGE_BYTES)
+    slot.view(10)
+    del slot
+
+    assert open_fds() == before
+
+
+def test_bytes_outlive_the_slot_while_a_view_is_in_use() -> None:
+    """An upload that still runs must not lose its bytes to a reallocation."""
+    slot = SlotBuffer.in_memory("slot", PAGE_BYTES)
+    view = slot.view(4)
+    view[:] = b"abcd"
+    del slot
+    gc.collect()
+
+    assert bytes(view) == b"abcd"
+
+
+def test_a_slot_on_disk_has_its_blocks_before_staging_begins(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+
+    slot = SlotBuffer.on_disk(str(path), 10 * PAGE_BYTES - 1)
+
+    assert slot.size_bytes == 10 * PAGE_BYTES
+    assert path.stat().st_blocks * 512 >= 10 * PAGE_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_slot_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", size="1m") as folder:
+        before = open_fds()
+
+        with pytest.raises(OSError) as caught:
+            SlotBuffer.on_disk(str(folder / "slot"), 8 << 20)
+
+        assert caught.value.errno == errno.ENOSPC
+        assert list(folder.iterdir()) == []
+        assert open_fds() == before
+
+
+def test_a_link_in_place_of_the_slot_file_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("keep me")
+    (tmp_path / "slot").symlink_to(target)
+
+    with pytest.raises(OSError):
+        SlotBuffer.on_disk(str(tmp_path / "slot"), PAGE_BYTES)
+
+    assert target.read_text() == "keep me"
