@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -97,14 +98,24 @@ class RankServer:
         self.num_refused = 0
 
     def start(self) -> None:
-        """Bind and listen. A socket left by a killed supervisor is replaced: we hold the lock."""
+        """Bind and listen. A socket left by a killed supervisor is replaced: we hold the lock.
+
+        Raises:
+            RuntimeDirError: something else stands in the socket's place.
+        """
         path, directory = short_socket_path(self._path)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             if _is_own_socket(path):
                 os.unlink(path)
-            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._sock.bind(path)
             os.chmod(path, 0o600)
+        except OSError as error:
+            self._sock.close()
+            raise RuntimeDirError(
+                f"the socket {self._path} cannot be made: {error.strerror}",
+                hint="remove what stands there, or set [job] runtime_dir",
+            ) from error
         finally:
             if directory is not None:
                 os.close(directory)
@@ -115,6 +126,8 @@ class RankServer:
     def stop(self) -> None:
         """Close the socket and every connection."""
         self._stop.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._thread.join()
         self._sock.close()
         for link in list(self._links):
@@ -127,6 +140,8 @@ class RankServer:
             except TimeoutError:
                 continue
             except OSError as error:
+                if self._stop.is_set():
+                    return
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
                     self._stop.wait(ACCEPT_TIMEOUT_S)
                     continue
