@@ -260,7 +260,8 @@ class Performer:
 
     def forget_fetched(self) -> None:
         """Every rank has its state: the fetched copy is only memory now."""
-        self._fetched = None
+        self._fetched = self._fetch = None
+        self._prefetch.forget()
         self._parts.local.forget()
 
     def _set_aside(self, action: outputs.SetAside) -> None:

@@ -67,6 +67,11 @@ class Prefetch:
         except SupervisorError:
             return  # told by the fetch after the claim, with what is to be done about it
 
+    def forget(self) -> None:
+        """Let go of what was fetched and of the slots it was compared with."""
+        self._attempt.cancel()
+        self._attempt = _Attempt()
+
     def take(self, seq: int) -> FetchedCheckpoint | None:
         """The fetched checkpoint if it is this commit, waiting for the rest of it; else None."""
         attempt = self._attempt

@@ -30,7 +30,12 @@ from supervisor.clock import Clock, Deadline
 from supervisor.commit.advance import advance, write_part
 from supervisor.commit.log import CommitLog
 from supervisor.commit.rules import Retention
-from supervisor.errors import StoreError, SupervisorError
+from supervisor.errors import (
+    ChecksumMismatch,
+    PermanentStoreError,
+    StoreError,
+    SupervisorError,
+)
 from supervisor.ranks.slots import SlotBuffer, round_up
 from supervisor.store.base import ShardUpload
 from trainer_sdk.protocol.manifest import PART_FORMAT, PartTable, ShardEntry, shard_digest
@@ -168,6 +173,9 @@ class PersistJob:
                 self._complete(shard)
         except PersistCancelled:
             self._abort(shards)
+            raise
+        except (PermanentStoreError, ChecksumMismatch):
+            self._forget_uploads()  # the next try begins under new keys
             raise
         finally:
             for shard in shards:
@@ -434,6 +442,13 @@ class PersistJob:
         done = advance(
             self._tools.log, self._group.gen, deadline, part, retention=self._tools.retention
         )
-        if self._tools.spool is not None:
-            self._tools.spool.forget_uploads(gen=self._group.gen, step=self._step)
+        self._forget_uploads()
         return done.seq or 0
+
+    def _forget_uploads(self) -> None:
+        if self._tools.spool is None:
+            return
+        try:
+            self._tools.spool.forget_uploads(gen=self._group.gen, step=self._step)
+        except SpoolError as error:
+            self._lose_spool(error)

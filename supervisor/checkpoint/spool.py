@@ -226,10 +226,15 @@ class Spool:
     def ready(self) -> list[SpooledCheckpoint]:
         """Every whole checkpoint, newest first by (generation, step) as numbers.
 
-        A READY.json that cannot be read or contradicts its directory is passed over.
+        A READY.json that cannot be read or contradicts its directory is passed over; of a disk that
+        is gone there are none.
         """
         found = []
-        for name in os.listdir(self._checkpoints):
+        try:
+            names = os.listdir(self._checkpoints)
+        except OSError:
+            return []
+        for name in names:
             match = _FINAL.match(name)
             if match is None:
                 continue
@@ -269,11 +274,18 @@ class Spool:
         return tokens if tokens.fmt == SPOOL_FORMAT else None
 
     def forget_uploads(self, *, gen: int, step: int) -> None:
-        """Remove the notes of this checkpoint and of older ones: they are settled."""
-        for name in os.listdir(self._uploads):
-            match = _NOTE.match(name)
-            if match is not None and (int(match[1]), int(match[2])) <= (gen, step):
-                os.unlink(os.path.join(self._uploads, name))
+        """Remove the notes of this checkpoint and of older ones: they are settled.
+
+        Raises:
+            SpoolError: some are left, which costs nothing but their space.
+        """
+        try:
+            for name in os.listdir(self._uploads):
+                match = _NOTE.match(name)
+                if match is not None and (int(match[1]), int(match[2])) <= (gen, step):
+                    os.unlink(os.path.join(self._uploads, name))
+        except OSError as error:
+            raise spool_error(error, self._uploads) from error
 
     def _tokens_path(self, gen: int, step: int) -> str:
         return os.path.join(self._uploads, f"{gen:010d}-{step:012d}.json")

@@ -40,12 +40,16 @@ class WorkerPool:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001 - whoever waits on the future gets it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            _perform(*item)
+            del item  # an idle thread would keep the images of its last call in memory
+
+
+def _perform(future: Future[Result], call: Callable[[], Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - whoever waits on the future gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -126,8 +125,6 @@ class RankServer:
     def stop(self) -> None:
         """Close the socket and every connection."""
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._thread.join()
         self._sock.close()
         for link in list(self._links):
@@ -140,8 +137,6 @@ class RankServer:
             except TimeoutError:
                 continue
             except OSError as error:
-                if self._stop.is_set():
-                    return
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
                     self._stop.wait(ACCEPT_TIMEOUT_S)
                     continue

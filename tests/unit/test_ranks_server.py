@@ -28,6 +28,12 @@ from trainer_sdk.protocol.messages import MAX_FDS, MAX_MESSAGE_BYTES, encode
 LAUNCH = "launch-1"
 
 
+@pytest.fixture(autouse=True)
+def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long `stop` may take is how often the thread that accepts looks up."""
+    monkeypatch.setattr("supervisor.ranks.server.ACCEPT_TIMEOUT_S", 0.02)
+
+
 class Server:
     """A listening supervisor whose posts are kept in order."""
 

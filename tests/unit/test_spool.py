@@ -1,0 +1,349 @@
+"""The spool: what has a final name is whole, and a full or broken disk is only told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from supervisor import failpoints
+from supervisor.checkpoint.spool import (
+    READY,
+    ImageWriter,
+    Spool,
+    SpoolError,
+    SpoolFull,
+    SpoolRecord,
+    UploadTokens,
+    image_name,
+)
+from supervisor.ranks.slots import SlotBuffer
+from tests.unit.filesystems import tmpfs
+from tests.unit.tables import a_shard
+
+CONTENT = b"x" * 5000
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(str(tmp_path), "job")
+
+
+def a_record(*, gen: int = 1, step: int = 10, **changes: object) -> SpoolRecord:
+    shard = a_shard(gen=gen, step=step, content=CONTENT, chunk_bytes=4096)
+    fields: dict[str, object] = {
+        "fmt": 1,
+        "gen": gen,
+        "step": step,
+        "world": 1,
+        "shards": (shard,),
+    }
+    return SpoolRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def write_image(path: str, content: bytes = CONTENT) -> ImageWriter:
+    padded = -(-len(content) // 4096) * 4096
+    slot = SlotBuffer.in_memory("test", padded)
+    slot.view(len(content))[:] = content
+    writer = ImageWriter(path, size_bytes=len(content))
+    writer.write(slot.view(padded), 0)
+    return writer
+
+
+def put(spool: Spool, *, gen: int = 1, step: int = 10, content: bytes = CONTENT) -> None:
+    directory = spool.begin()
+    write_image(os.path.join(directory, image_name(0, "state")), content).finish()
+    spool.publish(directory, a_record(gen=gen, step=step))
+
+
+def at(spool: Spool) -> list[tuple[int, int]]:
+    return [(item.record.gen, item.record.step) for item in spool.ready()]
+
+
+def names(spool: Spool) -> set[str]:
+    return set(os.listdir(os.path.join(spool.path, "checkpoints")))
+
+
+# ---------------------------------------------------------------- images
+
+
+def test_an_image_is_cut_to_its_size_and_for_us_alone(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+
+    write_image(str(path)).finish()
+
+    assert path.read_bytes() == CONTENT
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_chunks_may_come_in_any_order(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 48  # three pages
+    slot = SlotBuffer.in_memory("test", len(content))
+    slot.view(len(content))[:] = content
+    writer = ImageWriter(str(tmp_path / "image"), size_bytes=len(content))
+
+    for page in (2, 0, 1):
+        writer.write(slot.view(len(content))[page * 4096 : (page + 1) * 4096], page * 4096)
+    writer.finish()
+
+    assert (tmp_path / "image").read_bytes() == content
+
+
+def test_an_image_that_is_there_already_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"first")
+
+    with pytest.raises(SpoolError):
+        ImageWriter(str(tmp_path / "image"), size_bytes=10)
+
+    assert (tmp_path / "image").read_bytes() == b"first"
+
+
+def test_a_link_in_place_of_the_image_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "image").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(SpoolError):
+        ImageWriter(str(tmp_path / "image"), size_bytes=10)
+
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_abandoned_writer_may_be_abandoned_again(tmp_path: Path) -> None:
+    writer = write_image(str(tmp_path / "image"))
+
+    writer.abandon()
+    writer.abandon()
+
+
+def test_an_image_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", size="1m") as folder:
+        with pytest.raises(SpoolFull) as caught:
+            ImageWriter(str(folder / "image"), size_bytes=8 << 20)
+
+        assert caught.value.error_id == "disk_full"
+        assert "[spool] path" in caught.value.hint
+
+
+# ---------------------------------------------------------------- publishing
+
+
+def test_nothing_is_seen_before_it_is_published(spool: Spool) -> None:
+    directory = spool.begin()
+    write_image(os.path.join(directory, image_name(0, "state"))).finish()
+    assert spool.ready() == []
+
+    spool.publish(directory, a_record())
+
+    (found,) = spool.ready()
+    assert found.record == a_record(shards=found.record.shards)
+    assert Path(found.path(found.record.shards[0])).read_bytes() == CONTENT
+    assert not os.path.exists(directory)
+
+
+@pytest.mark.parametrize("point", ["spool.publish.before", "spool.publish.after"])
+def test_a_publish_that_ends_half_way_leaves_all_or_nothing(
+    spool: Spool, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failpoints.ENVIRONMENT_NAME, f"{point}=error")
+    failpoints.reload()
+    try:
+        with pytest.raises(failpoints.FailpointError):
+            put(spool)
+    finally:
+        monkeypatch.delenv(failpoints.ENVIRONMENT_NAME)
+        failpoints.reload()
+
+    again = Spool(str(tmp_path), "job")
+    assert at(again) == ([] if point.endswith("before") else [(1, 10)])
+    assert not any(name.startswith("tmp-") for name in names(again))
+
+
+def test_a_second_set_of_the_same_step_replaces_the_first(spool: Spool) -> None:
+    put(spool, content=b"a" * 5000)
+    put(spool, content=b"b" * 5000)
+
+    (found,) = spool.ready()
+    assert Path(found.path(found.record.shards[0])).read_bytes() == b"b" * 5000
+
+
+def test_what_a_crash_left_is_removed_and_what_is_whole_stays(spool: Spool, tmp_path: Path) -> None:
+    put(spool)
+    leftover = spool.begin()
+    write_image(os.path.join(leftover, image_name(0, "state"))).abandon()
+
+    again = Spool(str(tmp_path), "job")
+
+    assert not os.path.exists(leftover)
+    assert at(again) == [(1, 10)]
+
+
+def test_things_of_other_people_are_left_alone(spool: Spool, tmp_path: Path) -> None:
+    folder = Path(spool.path, "checkpoints")
+    (folder / "tmp-mine").mkdir()
+    (folder / "notes.txt").touch()
+
+    again = Spool(str(tmp_path), "job")
+
+    assert names(again) == {"tmp-mine", "notes.txt"}
+    assert again.ready() == []
+
+
+def test_two_jobs_do_not_see_each_other(spool: Spool, tmp_path: Path) -> None:
+    put(spool)
+
+    assert Spool(str(tmp_path), "other").ready() == []
+
+
+def test_newest_is_by_numbers_and_not_by_names_or_times(spool: Spool) -> None:
+    for gen, step in ((2, 5), (10, 1), (1, 999), (2, 50)):
+        put(spool, gen=gen, step=step)
+
+    assert at(spool) == [(10, 1), (2, 50), (2, 5), (1, 999)]
+
+
+# ---------------------------------------------------------------- READY.json
+
+
+def _ready_path(spool: Spool) -> Path:
+    return Path(spool.path, "checkpoints", f"{1:010d}-{10:012d}", READY)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"not json",
+        b'{"fmt":1,"gen":1,"step":10,"world":1,"shards":[],"more":1}',
+        b"\xff\xfe",
+        b'{"fmt":1,"gen":"\xff\xfe"}',
+        b"[" * 100_000,
+        msgspec.json.encode(a_record(gen=2)),
+        msgspec.json.encode(a_record(step=11)),
+        msgspec.json.encode(a_record(fmt=2)),
+    ],
+    ids=lambda content: repr(content[:30]),
+)
+def test_a_ready_file_that_does_not_fit_its_directory_is_passed_over(
+    spool: Spool, content: bytes
+) -> None:
+    put(spool, step=9)
+    put(spool)
+    _ready_path(spool).write_bytes(content)
+
+    assert at(spool) == [(1, 9)]
+
+
+def test_a_directory_without_a_ready_file_is_passed_over(spool: Spool) -> None:
+    put(spool)
+    _ready_path(spool).unlink()
+
+    assert spool.ready() == []
+
+
+def test_a_ready_file_that_is_a_link_is_passed_over(spool: Spool, tmp_path: Path) -> None:
+    put(spool)
+    _ready_path(spool).rename(tmp_path / "elsewhere")
+    _ready_path(spool).symlink_to(tmp_path / "elsewhere")
+
+    assert spool.ready() == []
+
+
+# ---------------------------------------------------------------- space
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [40, 30]), (1, [40]), (0, [40]), (9, [40, 30, 20])])
+def test_eviction_keeps_the_newest_and_at_least_one(
+    spool: Spool, keep: int, left: list[int]
+) -> None:
+    for step in (30, 20, 40):
+        put(spool, step=step)
+
+    num_removed = spool.evict(keep=keep)
+
+    assert [step for _, step in at(spool)] == left
+    assert num_removed == 3 - len(left)
+
+
+def test_a_full_disk_is_told_and_what_is_there_stays(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", size="1m") as folder:
+        spool = Spool(str(folder), "job")
+        put(spool)
+        directory = spool.begin()
+        with pytest.raises(SpoolFull):
+            ImageWriter(os.path.join(directory, image_name(0, "state")), size_bytes=8 << 20)
+
+        spool.discard(directory)
+
+        assert at(spool) == [(1, 10)]
+        put(spool, step=11)
+        assert at(spool) == [(1, 11), (1, 10)]
+
+
+def test_of_a_disk_that_is_gone_there_are_no_checkpoints(spool: Spool) -> None:
+    put(spool)
+    shutil.rmtree(spool.path)
+
+    assert spool.ready() == []
+    assert spool.evict(keep=1) == 0
+    with pytest.raises(SpoolError):
+        spool.begin()
+
+
+def test_a_root_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(SpoolError) as caught:
+        Spool(str(tmp_path / "file"), "job")
+
+    assert caught.value.error_id == "disk_io_error"
+    assert caught.value.hint
+
+
+# ---------------------------------------------------------------- uploads
+
+
+def some_tokens(step: int = 10, *, gen: int = 1, **changes: object) -> UploadTokens:
+    fields: dict[str, object] = {
+        "fmt": 1,
+        "gen": gen,
+        "step": step,
+        "shards": {"0/state": ("k", "t")},
+    }
+    return UploadTokens(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_where_an_upload_goes_on_is_remembered_across_a_restart(
+    spool: Spool, tmp_path: Path
+) -> None:
+    spool.remember_uploads(some_tokens())
+
+    again = Spool(str(tmp_path), "job")
+
+    assert again.recall_uploads(gen=1, step=10) == some_tokens()
+    assert again.recall_uploads(gen=1, step=11) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", msgspec.json.encode(some_tokens(fmt=2))], ids=repr
+)
+def test_a_note_that_cannot_be_read_only_costs_sending_again(spool: Spool, content: bytes) -> None:
+    spool.remember_uploads(some_tokens())
+    (path,) = Path(spool.path, "uploads").iterdir()
+    path.write_bytes(content)
+
+    assert spool.recall_uploads(gen=1, step=10) is None
+
+
+def test_a_commit_settles_its_own_notes_and_older_ones(spool: Spool) -> None:
+    for gen, step in ((1, 99), (2, 10), (2, 20), (3, 1)):
+        spool.remember_uploads(some_tokens(step, gen=gen))
+    Path(spool.path, "uploads", f"{1:010d}-{5:012d}.json.tmp").touch()
+    Path(spool.path, "uploads", "README").touch()
+
+    spool.forget_uploads(gen=2, step=10)
+
+    left = sorted(path.name for path in Path(spool.path, "uploads").iterdir())
+    assert left == [f"{2:010d}-{20:012d}.json", f"{3:010d}-{1:012d}.json", "README"]
