@@ -74,9 +74,17 @@ def _load(path: str | None, **flags: Any) -> configs.Config:
     return configs.load(configs.find_file(path), environ=os.environ, flags=flags)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def cli() -> None:
+def _help_without_verb(context: click.Context) -> None:
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(int(ExitCode.USAGE))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Keep a training job alive on machines that are taken away."""
+    _help_without_verb(context)
 
 
 @cli.command()
@@ -360,9 +368,11 @@ def doctor(path: str | None, as_json: bool) -> int:
     return 1 if any(finding.result == "fail" for finding in findings) else int(ExitCode.DONE)
 
 
-@cli.group("config")
-def config_group() -> None:
+@cli.group("config", invoke_without_command=True)
+@click.pass_context
+def config_group(context: click.Context) -> None:
     """Check, show or describe the configuration."""
+    _help_without_verb(context)
 
 
 @config_group.command("check")
