@@ -1,0 +1,1 @@
+"""Measured comparisons. Each script runs us and the alternative side by side and prints both."""
