@@ -2,8 +2,8 @@
 
 python -m bench.emergency [--gib 1.0] [--ranks 2]
 
-The limit of the first is the larger of spooling and uploading the state; of the second, Python, torch
-and torchrun starting, which the run measures as launch to the first hello of a rank.
+The limit of the first is the larger of spooling and uploading the state; of the second, the start
+of Python, torch and torchrun, which the run measures as launch to the first hello of a rank.
 """
 
 from __future__ import annotations

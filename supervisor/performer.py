@@ -26,6 +26,7 @@ from supervisor.errors import (
     StoreError,
     SupervisorError,
 )
+from supervisor.fence import FenceWatch
 from supervisor.job.keeper import JobKeeper
 from supervisor.lifecycle import inputs, outputs
 from supervisor.lifecycle.inputs import Event
@@ -77,6 +78,11 @@ class Performer:
         self._note = on_note
         self._recorder = WorkerPool("recorder", 1)
         self._prefetch = Prefetch(parts.log, parts.fetch, parts.clock)
+        self._fence = FenceWatch(
+            parts.log,
+            parts.clock,
+            on_fenced=lambda generation: post(inputs.FencedOff(generation=generation)),
+        )
         self._claim: Claim | None = None
         self._fetch: Fetch | None = None
         self._fetched: FetchedCheckpoint | None = None
@@ -180,6 +186,7 @@ class Performer:
                 )
                 return
             self._claim = got
+            self._fence.watch(got.gen)
             self._post(_claimed(got))
 
         self._in_thread("claim", work)

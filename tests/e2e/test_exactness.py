@@ -74,18 +74,59 @@ def test_sigterm_to_the_supervisor_commits_and_the_next_start_goes_on(make_clust
     assert_exact(read_log(cluster.log), twin(2))
 
 
-def test_a_killed_trainer_resumes_from_the_memory_image_alone(make_cluster, twin, tmp_path):
-    """With the store unable to take anything, only the images that outlive the ranks are left."""
+def test_a_killed_trainer_resumes_from_its_committed_image_in_memory(make_cluster, twin, tmp_path):
     cluster = make_cluster()
     node = cluster.node("a")
-    flag = tmp_path / "killed"
 
-    code = cluster.run(node, TOY_FAULT=f"kill:1:7:{flag}", TOY_STEP_S="0.05")
+    code = cluster.run(node, TOY_FAULT=f"kill:1:7:{tmp_path}/killed", TOY_STEP_S="0.1")
 
     assert code == ExitCode.DONE
-    restored = node.event("fetch.completed")
-    assert restored["source"] == "memory"
+    assert node.event("fetch.completed")["source"] == "memory"
     assert node.event("restore.completed")["step"] == 5
+    assert_exact(read_log(cluster.log), twin(2))
+
+
+def test_a_killed_trainer_resumes_from_the_memory_image_alone(make_cluster, twin, tmp_path):
+    """No spool, and the store has not taken the checkpoint: only the images that outlive the ranks
+    are left, and the claim names them."""
+    cluster = make_cluster(env={"LASTGASP_SPOOL__PATH": "/dev/null/spool"})
+    node = cluster.node("a")
+
+    code = cluster.run(
+        node,
+        TOY_FAULT=f"kill:1:7:{tmp_path}/killed",
+        TOY_STEP_S="0.1",
+        LASTGASP_FAILPOINTS="upload.complete.before=error@1",
+    )
+
+    claimed = [event for event in node.events() if event["event"] == "generation.claimed"]
+    assert [(event["is_local"], event["resume_step"]) for event in claimed] == [
+        (False, None),
+        (True, 5),
+    ]
+    assert node.event("fetch.completed")["source"] == "memory"
+    assert code == ExitCode.DONE
+    assert_exact(read_log(cluster.log), twin(2))
+    committed = [row["step"] for row in cluster.cli(node, "ls")["checkpoints"]]
+    assert committed[-1] == 26
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"LASTGASP_CHECKPOINT__SCHEDULE": "overlapped"}, {"LASTGASP_CHECKPOINT__STAGING": "disk"}],
+    ids=["overlapped", "disk"],
+)
+def test_other_ways_of_staging_are_exact_too(make_cluster, twin, setting):
+    cluster = make_cluster(env=setting)
+    first, second = cluster.node("a"), cluster.node("b")
+    cluster.start(first, TOY_STEP_S="0.1")
+    cluster.wait_for_event(first, "checkpoint.committed", step=10)
+
+    cluster.lose(first)
+    code = cluster.run(second)
+
+    assert code == ExitCode.DONE
+    assert second.event("restore.completed")["step"] >= 10
     assert_exact(read_log(cluster.log), twin(2))
 
 
@@ -137,3 +178,23 @@ def test_the_whole_path_on_a_real_s3_server(s3_cluster, twin):
     verdicts = s3_cluster.cli(second, "verify", "--read-data")["checkpoints"]
     assert verdicts
     assert all(verdict["is_whole"] for verdict in verdicts)
+
+
+def test_an_older_launch_that_was_taken_over_is_stopped_and_commits_nothing_more(
+    make_cluster, twin
+):
+    """Two nodes run one job at once: the later claim wins, the earlier group ends as fenced."""
+    cluster = make_cluster(world=1)
+    first, second = cluster.node("a"), cluster.node("b")
+    cluster.start(first, TOY_STEP_S="0.5")
+    cluster.wait_for_event(first, "checkpoint.committed", step=5)
+
+    cluster.start(second, TOY_STEP_S="0.2")
+    fenced = cluster.finish(first)
+    finished = cluster.finish(second)
+
+    assert (fenced, finished) == (ExitCode.FENCED, ExitCode.DONE)
+    commits = cluster.cli(second, "ls")["checkpoints"]
+    generations = [row["generation"] for row in commits]
+    assert generations == sorted(generations)
+    assert_exact(read_log(cluster.log), twin(1))
