@@ -155,6 +155,9 @@ class Observer:
     def turned(self, before: JobState, event: Event, after: JobState) -> None:
         """Follow an evacuation from the notice to the first step after it."""
         now = self._clock.monotonic()
+        self._follow_launch(before, event, after, now)
+        if isinstance(event, inputs.Spooled):
+            self.metrics.local_at.set(self._clock.wall())
         if before.notice is None and after.notice is not None:
             self._begin_evacuation(after, now)
         evacuation = self._evacuation
@@ -169,6 +172,19 @@ class Observer:
             self._milestone("relaunched", now)
         if before.phase is not after.phase:
             self._phase_of_evacuation(after, now)
+
+    def _follow_launch(self, before: JobState, event: Event, after: JobState, now: float) -> None:
+        """Time from the launch until every rank said hello, and until training began."""
+        if isinstance(event, inputs.JobLaunched):
+            self._launched_at = now
+        if self._launched_at is None or before.phase is after.phase:
+            return
+        took_s = now - self._launched_at
+        if after.phase is Phase.RESTORING:
+            self.metrics.relaunch_duration.labels("joined").observe(took_s)
+        elif after.phase is Phase.TRAINING:
+            self.metrics.relaunch_duration.labels("training").observe(took_s)
+            self._launched_at = None
 
     def _begin_evacuation(self, state: JobState, now: float) -> None:
         notice = state.notice
