@@ -24,9 +24,9 @@ NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
 CONFIGURATION_INTRO = """\
 One TOML file (`lastgasp.toml` or `job.toml` in the working directory, or `-c FILE`). Each setting
 may also come from the environment, as `LASTGASP_SECTION__KEY`. A flag wins over the environment,
-the environment over the file, the file over the default; `lastgasp config show` tells each value and
-where it came from. Every problem is told at once, with its line. Durations are written as `90s`,
-`10m`, `2h` or a number of seconds.
+the environment over the file, the file over the default; `lastgasp config show` tells each value
+and where it came from. Every problem is told at once, with its line. Durations are written as
+`90s`, `10m`, `2h` or a number of seconds.
 """
 ERRORS_INTRO = """\
 An error is shown as `lastgasp: MESSAGE [ID]` and what to do; with `--json` as one document with
