@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 
 from supervisor.errors import ExitCode
 from tests.e2e.harness import BIN, TOY, assert_exact, base_env, read_log
+from tests.metadata_server import Imds
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUICK = {"TOY_WORKERS": "0"}
@@ -131,24 +133,14 @@ def test_killing_torchrun_leaves_no_orphan_and_the_job_goes_on(cluster, quick_tw
     assert_exact(read_log(cluster.log), quick_twin)
 
 
-def test_a_script_that_always_fails_is_given_up_with_its_own_exit_code(make_cluster):
-    cluster = make_cluster(world=1, env=dict(QUICK), extra="[restart]\nmax_crashes = 1\n")
+def test_a_script_that_always_fails_is_given_up_with_its_own_exit_code(cluster):
     node = cluster.node("a")
-    text = (node.folder / "job.toml").read_text()
-    first, _, rest = text.partition("[restart]\nbackoff")
-    (node.folder / "job.toml").write_text(
-        first
-        + "[restart]\nmax_crashes = 1\nbackoff"
-        + rest.replace("[restart]\nmax_crashes = 1\n", "")
-    )
 
-    code = cluster.run(node, TOY_FAULT="exit:0:3")
+    code = cluster.run(node, TOY_FAULT="exit:0:3", LASTGASP_RESTART__MAX_CRASHES="1")
 
+    crashes = [event for event in node.events() if event["event"] == "job.crashed"]
     assert code == 1  # torchrun turns every code of a worker into 1
-    assert [event["num_crashes"] for event in node.events() if event["event"] == "job.crashed"] == [
-        1,
-        2,
-    ]
+    assert [event["num_crashes"] for event in crashes] == [1, 2]
     assert node.event("job.crash_loop")["num_crashes"] == 2
 
 
@@ -288,3 +280,27 @@ def test_supervisor_and_sdk_do_not_load_what_they_do_not_need():
 
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "numpy", "safetensors", "boto3", "structlog", "supervisor"}
+
+
+def test_a_spot_interruption_told_by_ec2_metadata_is_committed_in_time(cluster, quick_twin):
+    """The whole path from IMDSv2 over real HTTP to the exit code, and on to the next machine."""
+    with Imds() as imds:
+        environment = {
+            "LASTGASP_NOTICE__SOURCES": "ec2",
+            "LASTGASP_NOTICE__EC2_ENDPOINT": imds.url,
+            "TOY_STEP_S": "0.1",
+        }
+        first, second = cluster.node("a"), cluster.node("b")
+        cluster.start(first, **environment)
+        cluster.wait_for_step(6)
+        at = datetime.now(UTC) + timedelta(seconds=30)
+
+        imds.announce(at.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        code = cluster.finish(first)
+        imds.withdraw()
+        cluster.lose(first)
+        finished = cluster.run(second, **environment)
+
+    assert (code, finished) == (ExitCode.PREEMPTED_COMMITTED, ExitCode.DONE)
+    assert second.event("restore.completed")["step"] >= 6
+    assert_exact(read_log(cluster.log), quick_twin)
