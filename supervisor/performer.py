@@ -115,10 +115,6 @@ class Performer:
         """Carry out one action."""
         self._handlers[type(action)](action)
 
-    @property
-    def generation(self) -> int:
-        return self._claim.gen if self._claim else 0
-
     def _in_thread(self, name: str, call: Callable[[], None]) -> None:
         threading.Thread(target=call, name=name, daemon=True).start()
 
@@ -255,6 +251,7 @@ class Performer:
             batch = images[start : start + IMAGES_PER_FRAME]
             fds = tuple(image.buffer.reader() for image in batch)
             message = messages.Images(
+                source=fetched.source,
                 shards=tuple(
                     messages.ShardRef(rank=i.rank, name=i.name, size_bytes=i.size_bytes)
                     for i in batch
@@ -415,16 +412,13 @@ def _claimed(got: Claim) -> inputs.Claimed:
 
 def _resume_of(got: Claim) -> messages.Resume | None:
     if got.local is not None:
-        return messages.Resume(
-            generation=got.local.gen, step=got.local.step, world_size=got.world, source="memory"
-        )
+        return messages.Resume(generation=got.local.gen, step=got.local.step, world_size=got.world)
     if got.resume is None:
         return None
     return messages.Resume(
         generation=got.resume.gen,
         step=got.resume.step,
         world_size=got.resume.world,
-        source="store",
     )
 
 

@@ -176,7 +176,6 @@ class FakeSupervisor:
                 generation=self.generation - 1,
                 step=self.resume_step,
                 world_size=len(self.resume_images),
-                source="memory",
             )
         return Welcome(
             protocol=PROTOCOL_VERSION,
@@ -197,7 +196,9 @@ class FakeSupervisor:
             os.write(fd, image)
             shard = ShardRef(rank=rank, name=f"{rank}", size_bytes=len(image))
             is_last = rank == len(self.resume_images) - 1
-            send_frame(sock, encode(Images(shards=(shard,), is_last=is_last)), [fd])
+            send_frame(
+                sock, encode(Images(source="memory", shards=(shard,), is_last=is_last)), [fd]
+            )
             os.close(fd)
 
     def _answer(self, sock: socket.socket, message: RankMessage) -> None:

@@ -65,6 +65,7 @@ class Inbox:
     slot_fds: list[int] = field(default_factory=list)
     num_slot_grants: int = 0
     shards: list[tuple[ShardRef, int]] = field(default_factory=list)
+    images_source: str = ""
     are_images_complete: bool = False
     orders: deque[Order] = field(default_factory=deque)
     finish: FinishRecorded | None = None
@@ -262,6 +263,7 @@ class Link:
             if len(fds) != len(message.shards):
                 raise ProtocolError(f"{len(fds)} descriptors for {len(message.shards)} images")
             inbox.shards += zip(message.shards, fds, strict=True)
+            inbox.images_source = message.source
             inbox.are_images_complete, fds = message.is_last, []
         elif isinstance(message, Order):
             inbox.orders.append(message)

@@ -166,6 +166,16 @@ class SavedState:
             if entry.key.startswith(RNG_PREFIX)
         }
 
+    def state_of_rank(self, rank: int) -> Mapping[str, Any]:
+        """The JSON state that another rank saved.
+
+        Raises:
+            RestoreError: it is missing or unreadable.
+        """
+        if rank == self.saved_rank:
+            return self.state
+        return _read_state([image for image in self.images if image.layout.rank == rank])
+
     def _collect(self) -> dict[str, _SavedTensor]:
         pieces: dict[str, list[tuple[_Piece, tuple[int, ...], torch.dtype, str]]] = defaultdict(
             list

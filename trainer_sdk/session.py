@@ -39,8 +39,7 @@ from trainer_sdk.protocol.messages import (
 )
 from trainer_sdk.receipt import Receipt
 from trainer_sdk.registry import Registry
-from trainer_sdk.restoring import Restoration, restore_generators, restore_objects, state_digest
-from trainer_sdk.saved import SavedImage, SavedState
+from trainer_sdk.resuming import restore_from_images
 from trainer_sdk.staging import Image, StagedImage, Stager
 from trainer_sdk.tree import dump_json
 
@@ -150,7 +149,17 @@ class Session:
         if not self._wait(lambda inbox: inbox.are_images_complete, _RESTORE_LIMIT_S):
             raise RestoreError(f"the images did not arrive within {_RESTORE_LIMIT_S:.0f} s")
         try:
-            return self._restore_images(started=started, source=resume.source, step=resume.step)
+            with self._link.changed:
+                shards, self._link.inbox.shards = self._link.inbox.shards, []
+            return restore_from_images(
+                self._registry,
+                shards,
+                step=resume.step,
+                rank=self.rank,
+                world_size=self.world_size,
+                source=self._link.inbox.images_source,
+                started_at=started,
+            )
         except TrainerSdkError as error:
             is_bad = isinstance(error, RestoreError) and error.is_checkpoint_bad
             self._link.post(
@@ -159,74 +168,6 @@ class Session:
             if isinstance(error, RestoreError):
                 raise
             raise RestoreError(error.message, hint=error.hint) from error
-
-    def _restore_images(self, *, started: float, source: str, step: int) -> Receipt:
-        shards, self._link.inbox.shards = self._link.inbox.shards, []
-        images: list[SavedImage] = []
-        try:
-            for shard, fd in shards:
-                images.append(SavedImage(fd, size_bytes=shard.size_bytes, name=shard.name))
-            saved = SavedState(images, rank=self.rank)
-            if saved.state.get("step") != step:
-                raise RestoreError(
-                    f"images of step {saved.state.get('step')}, not of step {step}",
-                    is_checkpoint_bad=True,
-                )
-            unordered = self._replay_gradient_order(saved)
-            outcome = restore_objects(self._registry.objects, saved, world_size=self.world_size)
-            outcome.approximately.update(unordered)
-            self._registry.carried = outcome.carried
-            self._registry.user.restore(saved.state["user"])
-            snapshot = self._registry.snapshot()
-            # The last act: nothing below draws from a generator.
-            restore_generators(saved, outcome, rank=self.rank, world_size=self.world_size)
-            return self._receipt(saved, outcome, snapshot, started=started, source=source)
-        finally:
-            for image in images:
-                image.close()
-
-    def _replay_gradient_order(self, saved: SavedState) -> dict[str, str]:
-        """Bring DDP's buckets back, before anything else is restored; what could not be, by name.
-
-        Collective, so every rank decides alike: by what was saved, which is the same on all.
-        """
-        failed = {}
-        orders = saved.state.get("gradient_order", {})
-        for module in self._registry.modules:
-            names = orders.get(module.name)
-            if module.gradient_order is None or names is None:
-                continue
-            fault = module.gradient_order.replay(names)
-            if fault:
-                failed[f"{module.name}: gradient buckets"] = fault
-        return failed
-
-    def _receipt(
-        self,
-        saved: SavedState,
-        outcome: Restoration,
-        snapshot: Snapshot,
-        *,
-        started: float,
-        source: str,
-    ) -> Receipt:
-        was_polling = bool(saved.state.get("is_polling"))
-        if was_polling:
-            outcome.approximately["code after the boundary"] = (
-                "it was interrupted in run.poll() and is not run again"
-            )
-        tensors = {live.name: live.tensor for live in snapshot.tensors.values()}
-        return Receipt(
-            step=saved.state["step"],
-            epoch=saved.state["epoch"],
-            source=source,
-            seconds=time.monotonic() - started,
-            exactly=tuple(outcome.exactly),
-            approximately=outcome.approximately,
-            not_restored=outcome.not_restored,
-            digest=state_digest(tensors, snapshot.objects),
-            was_polling=was_polling,
-        )
 
     def report_restored(self, receipt: Receipt) -> None:
         """Tell the supervisor that training begins."""

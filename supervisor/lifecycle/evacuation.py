@@ -230,7 +230,7 @@ def fall_back(turn: Turn, *, reason: str) -> None:
     newest = columns.newest_complete(turn.state)
     turn.report("warning", "deadline.missed", reason=reason)
     if newest is None or turn.state.columns[newest].persist is PersistState.COMMITTED:
-        ending.leave(turn, patience_s=turn.state.policy.stop_patience_s)
+        ending.leave(turn, patience_s=0.0)  # nobody was told to leave, so nobody will by himself
         return
     turn.set(phase=Phase.UPLOADING, is_staged_fallback=True)
     if turn.state.columns[newest].persist is not PersistState.RUNNING:
@@ -242,7 +242,8 @@ def on_upload_settled(turn: Turn, step: int) -> None:
     newest = columns.newest_complete(turn.state)
     if newest is not None and (turn.state.columns[newest].step or 0) > step:
         return
-    ending.leave(turn, patience_s=turn.state.policy.stop_patience_s)
+    is_told = not turn.state.is_staged_fallback
+    ending.leave(turn, patience_s=turn.state.policy.stop_patience_s if is_told else 0.0)
 
 
 def stage_final_if_due(turn: Turn) -> None:

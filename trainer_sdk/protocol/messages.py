@@ -160,7 +160,6 @@ class Resume(_Message, frozen=True, tag="resume"):
     generation: Generation
     step: Step
     world_size: int
-    source: Literal["memory", "spool", "store"]
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
@@ -194,6 +193,7 @@ class Images(_Message, frozen=True, tag="images"):
     A checkpoint of many shards comes in several of these; `is_last` ends them.
     """
 
+    source: Literal["memory", "spool", "store"]
     shards: tuple[ShardRef, ...]
     is_last: bool
 
