@@ -205,7 +205,7 @@ def test_everything_of_the_launch_is_ended_whatever_session_it_is_in(launch: str
 
 
 def test_a_process_that_ignores_sigterm_is_ended(launch: str) -> None:
-    job, ended = start(launch, "trap '' TERM; sleep 600 & wait")
+    job, ended = start(launch, "trap '' TERM; sleep 600 & while :; do wait; done")
     wait_until(lambda: len(members(launch)) == 2)
     os.kill(job.pid, signal.SIGTERM)
 
@@ -288,6 +288,8 @@ def test_a_restarted_supervisor_takes_its_job_up(tmp_path: Path) -> None:
     )
     os.kill(pid, signal.SIGKILL)
     assert ended.wait() is None
+    end(second)
+    assert members(second.launch_id) == []
 
 
 def test_what_is_left_of_a_dead_job_is_ended_and_not_taken_up(tmp_path: Path) -> None:
