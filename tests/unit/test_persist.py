@@ -231,7 +231,7 @@ def test_an_older_copy_makes_room_for_the_newer_on_a_full_disk(tmp_path: Path) -
     with tmpfs(tmp_path / "spool", size="1m"):
         workshop = Workshop(tmp_path)
         for step in (10, 20, 30):
-            workshop.persist(some_images(1, num_bytes=300_000, seed=step), step=step)
+            workshop.persist(some_images(1, num_bytes=400_000, seed=step), step=step)
 
         assert workshop.spool_errors == []
         assert workshop.spool is not None
