@@ -15,6 +15,8 @@ from supervisor.clock import Clock
 from supervisor.errors import SupervisorError
 from supervisor.lifecycle.inputs import Notice
 
+# Deadlines are computed anew at each look, so they wander by how long a look takes.
+SOONER_S = 3.0
 MAX_WAIT_S = 30.0
 
 
@@ -62,7 +64,8 @@ class SourceHealth:
 class NoticeWatcher:
     """Looks at one source until stopped and tells what begins and what ends.
 
-    Invariant: a notice is told once, however often the source repeats it.
+    Invariant: a notice is told once, however often the source repeats it, and again only when its
+    deadline has come nearer.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class NoticeWatcher:
         self._on_notice = on_notice
         self._on_withdrawn = on_withdrawn
         self._on_health = on_health
-        self._standing: set[tuple[str, str]] = set()
+        self._standing: dict[tuple[str, str], float] = {}
         self._stop = stop or threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name=f"notice-{source.name}", daemon=True
@@ -134,8 +137,10 @@ class NoticeWatcher:
     def _tell(self, notices: tuple[Notice, ...]) -> None:
         found = {(notice.source, notice.kind.value): notice for notice in notices}
         for key, notice in found.items():
-            if key not in self._standing:
+            told_at = self._standing.get(key)
+            if told_at is None or notice.deadline_at < told_at - SOONER_S:
                 self._on_notice(notice)
-        for key in self._standing - set(found):
+                self._standing[key] = notice.deadline_at
+        for key in self._standing.keys() - found.keys():
             self._on_withdrawn(key[0])
-        self._standing = set(found)
+            del self._standing[key]

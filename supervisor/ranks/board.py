@@ -128,7 +128,7 @@ class RankBoard:
                 close_all(fds)
                 raise ProtocolError(f"{len(fds)} descriptors for {hello.num_slots} slots")
             page = _page_from(fds)
-            slots = [SlotBuffer(fd) for fd in fds[1:]]
+            slots = [SlotBuffer.handed_back(fd) for fd in fds[1:]]
             seat = Seat(
                 rank=hello.rank,
                 page=page,

@@ -6,11 +6,16 @@ here decides which slot holds what; `lifecycle.columns` does.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
 
+from trainer_sdk.protocol.errors import ProtocolError
+
 PAGE_BYTES = 4096
+# A rank that truncated its slot would have us die of SIGBUS while we hash it.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SlotBuffer:
@@ -31,8 +36,25 @@ class SlotBuffer:
     @classmethod
     def in_memory(cls, name: str, size_bytes: int) -> SlotBuffer:
         """A slot in anonymous shared memory; pages appear as they are first touched."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, round_up(size_bytes))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        return cls(fd)
+
+    @classmethod
+    def handed_back(cls, fd: int) -> SlotBuffer:
+        """A slot that a rank held for an earlier supervisor.
+
+        Raises:
+            ProtocolError: a memfd whose size the rank could still change; it is closed.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:  # EINVAL: not a memfd. Source: fcntl(2), "File Sealing"
+            return cls(fd, is_on_disk=True)
+        if not seals & fcntl.F_SEAL_SHRINK:
+            os.close(fd)
+            raise ProtocolError("a slot that was handed back is not sealed against shrinking")
         return cls(fd)
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
+from supervisor.clock import SystemClock
 from supervisor.lifecycle.inputs import Notice, NoticeKind
 from supervisor.notices.base import MAX_WAIT_S, NoticeWatcher, SourceFailed, SourceHealth
 from supervisor.notices.ec2 import Ec2Source, is_ec2
@@ -667,3 +669,37 @@ def test_a_pipe_in_place_of_the_file_does_not_hang_the_watcher(
     found = file_source.look()
 
     assert len(found) == 1
+
+
+def test_a_deadline_that_comes_nearer_is_told_again_and_one_that_wanders_is_not():
+    """The earliest deadline wins, also when one source corrects itself."""
+
+    class Correcting:
+        name = "correcting"
+        poll_s = 0.01
+
+        def __init__(self) -> None:
+            self.deadlines = [100.0, 100.4, 99.2, 60.0, 60.1]
+
+        def look(self) -> tuple[Notice, ...]:
+            if len(self.deadlines) == 1:
+                stop.set()
+            deadline_at = self.deadlines.pop(0)
+            return (Notice(source="x", kind=NoticeKind.RECLAIM, deadline_at=deadline_at),)
+
+    stop = threading.Event()
+    told: list[float] = []
+    watcher = NoticeWatcher(
+        Correcting(),
+        clock=SystemClock(),
+        on_notice=lambda notice: told.append(notice.deadline_at),
+        on_withdrawn=lambda name: None,
+        on_health=lambda health, failure: None,
+        stop=stop,
+    )
+
+    watcher.start()
+    stop.wait(5)
+    time.sleep(0.05)
+
+    assert told == [100.0, 60.0]

@@ -11,6 +11,7 @@ import pytest
 
 from supervisor.ranks.slots import PAGE_BYTES, SlotBuffer, round_up
 from tests.unit.filesystems import tmpfs
+from trainer_sdk.protocol.errors import ProtocolError
 
 
 def open_fds() -> set[str]:
@@ -107,3 +108,25 @@ def test_a_link_in_place_of_the_slot_file_is_not_followed(tmp_path: Path) -> Non
         SlotBuffer.on_disk(str(tmp_path / "slot"), PAGE_BYTES)
 
     assert target.read_text() == "keep me"
+
+
+def test_a_slot_cannot_be_cut_short_by_who_holds_it():
+    """Reading a mapped page that is gone kills the reader."""
+    slot = SlotBuffer.in_memory("slot", 8192)
+
+    with pytest.raises(PermissionError):
+        os.ftruncate(slot.fd, 4096)
+
+
+def test_a_slot_handed_back_must_be_sealed_and_a_file_is_known_as_one(tmp_path):
+    sealed = SlotBuffer.in_memory("slot", 8192)
+    path = tmp_path / "slot"
+    path.write_bytes(bytes(8192))
+
+    back = SlotBuffer.handed_back(os.dup(sealed.fd))
+    file = SlotBuffer.handed_back(os.open(path, os.O_RDWR))
+    with pytest.raises(ProtocolError, match="not sealed"):
+        SlotBuffer.handed_back(os.memfd_create("bare"))
+
+    assert (back.is_on_disk, back.size_bytes) == (False, 8192)
+    assert file.is_on_disk
