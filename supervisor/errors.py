@@ -22,7 +22,6 @@ class ExitCode(IntEnum):
     FENCED = 77
     CONFIG = 78
     ALREADY_RUNNING = 79
-    CRASH_LOOP = 80
     NO_CHECKPOINT = 81
     INTERRUPTED = 130
     TERMINATED = 143

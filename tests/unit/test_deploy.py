@@ -74,7 +74,6 @@ def test_the_unit_restarts_what_was_preempted_and_nothing_that_a_person_must_men
         ExitCode.FENCED,
         ExitCode.CONFIG,
         ExitCode.ALREADY_RUNNING,
-        ExitCode.CRASH_LOOP,
         ExitCode.NO_CHECKPOINT,
     }
     assert codes("SuccessExitStatus") == {
