@@ -302,6 +302,42 @@ def _ask(path: str | None, verb: Any, as_json: bool, **options: Any) -> int:
 @cli.command()
 @_config_option
 @_json_option
+@click.option("--reason", default="", help="Kept in the log.")
+@click.argument("checkpoint")
+def poison(path: str | None, as_json: bool, reason: str, checkpoint: str) -> int:
+    """Mark a checkpoint as bad: nothing resumes from it, and nothing deletes it."""
+    return _mark(path, as_json, checkpoint, reason, is_bad=True)
+
+
+@cli.command()
+@_config_option
+@_json_option
+@click.option("--reason", default="", help="Kept in the log.")
+@click.argument("checkpoint")
+def unpoison(path: str | None, as_json: bool, reason: str, checkpoint: str) -> int:
+    """Take back that a checkpoint is bad."""
+    return _mark(path, as_json, checkpoint, reason, is_bad=False)
+
+
+def _mark(path: str | None, as_json: bool, checkpoint: str, reason: str, *, is_bad: bool) -> int:
+    from supervisor import inspecting
+    from supervisor.commit import rules
+
+    log, deadline = _open_log(_load(path))
+    commit = inspecting.find_commit(log, checkpoint, deadline)
+    change = rules.poison if is_bad else rules.unpoison
+    log.append(change(commit.seq, why=reason, who="command line"), deadline=deadline)
+    document = {"id": f"{commit.gen}-{commit.step}", "is_bad": is_bad}
+    if as_json:
+        _out(document)
+    else:
+        click.echo(f"{document['id']}: {'set aside' if is_bad else 'good'}")
+    return int(ExitCode.DONE)
+
+
+@cli.command()
+@_config_option
+@_json_option
 def save(path: str | None, as_json: bool) -> int:
     """Take a checkpoint at the next boundary; training goes on."""
     return _ask(path, "save", as_json)
@@ -322,11 +358,15 @@ def notify(path: str | None, as_json: bool, reason: str, deadline: str, withdraw
 
 def _seconds(text: str) -> float:
     from supervisor.units import parse_duration
+    from trainer_sdk.protocol.messages import MAX_DEADLINE_S
 
     try:
-        return parse_duration(text)
+        seconds = parse_duration(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is not valid; it takes {error}") from error
+    if not 0 <= seconds <= MAX_DEADLINE_S:
+        raise UsageError(f"{text!r} is not valid; it takes a duration up to 30d")
+    return seconds
 
 
 @cli.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.names import check_job_id
 
 ENVIRONMENT_PREFIX = "LASTGASP_"
+_JOB_ID_FORM = "1 to 63 of A-Z a-z 0-9 . _ -, beginning and ending with a letter or digit"
+# Source: S3 User Guide, "General purpose bucket naming rules".
+_BUCKET = re.compile(r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 DEFAULT_PATHS = ("lastgasp.toml", "job.toml")
 MINIMUM_KEEP = 3
 
@@ -66,8 +70,8 @@ class Config:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a non-empty text")
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("a non-empty text without NUL")
     return value
 
 
@@ -79,19 +83,23 @@ def _job_id(value: Any) -> str:
     try:
         return check_job_id(_text(value))
     except ProtocolError as error:
-        raise ValueError(error.hint or error.message) from error
+        raise ValueError(_JOB_ID_FORM) from error
 
 
 def _store_url(value: Any) -> str:
     url = _text(value)
-    if url.startswith("s3://") and len(url.split("/")[2]) >= 3:
+    if url.startswith("s3://") and _BUCKET.match(url.removeprefix("s3://").split("/")[0]):
         return url.rstrip("/")
-    if url.startswith("file://") and url != "file://":
+    if url.startswith("file://"):
         path = os.path.expanduser(url.removeprefix("file://"))
-        if not os.path.isabs(path):
+        if path.startswith(("./", "../")):
             path = os.path.abspath(path)
-        return f"file://{path}"
-    raise ValueError('"s3://bucket/prefix" or "file:///a/directory"')
+        # file://host/share would name another machine; a directory of a store is never the root.
+        if os.path.isabs(path) and os.path.normpath(path) != "/":
+            return f"file://{os.path.normpath(path)}"
+    raise ValueError(
+        '"s3://bucket/prefix" with a bucket of 3 to 63 of a-z 0-9 . -, or "file:///a/directory"'
+    )
 
 
 def _bool(value: Any) -> bool:
@@ -278,6 +286,7 @@ def load(
             raw[option.name] = (flags[option.name], "command line")
     problems += _unknown_in_environment(environ)
     settings = _check(raw, path, problems)
+    problems += _contradictions(settings)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(
@@ -285,6 +294,27 @@ def load(
             hint="`lastgasp config schema` lists every setting",
         )
     return Config(settings)
+
+
+def _contradictions(settings: Mapping[str, Setting]) -> list[str]:
+    """Values that are each valid and together are not what anyone means."""
+    found = []
+    sources = settings.get("notice.sources")
+    if sources is not None and "none" in sources.value and len(sources.value) > 1:
+        found.append(f'{sources.origin}: notice.sources has "none" beside others; keep one side')
+    if sources is not None and "file" in sources.value and not _value(settings, "notice.file"):
+        found.append(f'{sources.origin}: notice.sources has "file", but notice.file names none')
+    url, spool = _value(settings, "store.url") or "", _value(settings, "spool.path")
+    if spool and url == f"file://{spool}":
+        found.append(
+            f"{settings['spool.path'].origin}: spool.path is the store's own directory; give the "
+            "spool another, best on a local disk"
+        )
+    return found
+
+
+def _value(settings: Mapping[str, Setting], name: str) -> Any:
+    return settings[name].value if name in settings else None
 
 
 def _unknown_in_environment(environ: Mapping[str, str]) -> list[str]:
@@ -303,7 +333,7 @@ def _read_file(path: str | None) -> tuple[str, dict[str, Any]]:
         return "", {}
     try:
         with open(path, "rb") as file:
-            text = file.read().decode()
+            text = file.read().decode("utf-8-sig")
         return text, tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(
@@ -312,11 +342,15 @@ def _read_file(path: str | None) -> tuple[str, dict[str, Any]]:
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}", hint="check its mode"
+            f"{path}: cannot be read: {error.strerror}",
+            hint="-c takes a TOML file that this user may read",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}", hint="save it as UTF-8") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and numbers without end
         raise ConfigError(
-            f"{path}: not TOML: {error}", hint='values need quotes: id = "x"'
+            f"{path}: not TOML: {error}",
+            hint='texts need quotes (id = "x"), and a section stands once; https://toml.io',
         ) from error
 
 

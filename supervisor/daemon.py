@@ -157,8 +157,19 @@ class Daemon:
             if isinstance(action, outputs.Report):
                 self._observer.report(action)
             else:
-                self._performer.perform(action)
+                self._perform(action)
         self._on_turn(self._state)
+
+    def _perform(self, action: outputs.Action) -> None:
+        """A failure of ours never kills a healthy run: it is told, and the loop goes on."""
+        try:
+            self._performer.perform(action)
+        except Exception as error:  # noqa: BLE001
+            self._observer.log.error(
+                "action.failed",
+                action=type(action).__name__,
+                reason=f"{type(error).__name__}: {error}",
+            )
 
     def _entered(self, phase: Phase) -> None:
         if phase is Phase.TRAINING:

@@ -30,7 +30,6 @@ EVENTS: Mapping[str, str] = {
     "fetch.failed": "the images to restore could not be had",
     "finish.missing": "training ended well without run.finish()",
     "finish.not_recorded": "the end of the job could not be made durable",
-    "finish.uneven": "ranks ended at different steps",
     "generation.claimed": "this launch owns the job now",
     "generation.fenced": "another launch took the job over",
     "group.restarted": "torchrun started its workers anew by itself",
@@ -63,6 +62,8 @@ EVENTS: Mapping[str, str] = {
     "slots.failed": "image slots could not be allocated",
     "spool.failed": "the local disk does not take checkpoints",
     "status.unavailable": "the status address could not be bound",
+    "action.failed": "carrying out a decision failed in a way nobody foresaw: please report it",
+    "world.changed": "the job resumes with another number of ranks",
     "supervisor.started": "the daemon begins",
     "supervisor.stopped": "the daemon ends",
 }

@@ -19,11 +19,10 @@ from supervisor.commit.claim import Claim, claim
 from supervisor.commit.log import CommitLog
 from supervisor.commit.records import LocalStep
 from supervisor.errors import (
+    ExitCode,
     Fenced,
-    LogError,
     ManifestInvalid,
     ShardError,
-    StoreError,
     SupervisorError,
 )
 from supervisor.fence import FenceWatch
@@ -34,7 +33,6 @@ from supervisor.lifecycle.outputs import Action
 from supervisor.prefetch import Prefetch
 from supervisor.ranks.board import NUM_SLOTS, RankBoard
 from trainer_sdk.protocol import messages
-from trainer_sdk.protocol.errors import ProtocolError
 
 CLAIM_LIMIT_S = 300.0
 RECORD_LIMIT_S = 60.0
@@ -172,12 +170,12 @@ class Performer:
                 got = claim(
                     self._parts.log, request, deadline, retention=self._parts.persist.retention
                 )
-            except SupervisorError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the ranks must not wait
                 self._post(
                     inputs.ClaimFailed(
-                        error_id=error.error_id,
+                        error_id=error_id_of(error),
                         reason=_with_hint(error),
-                        exit_code=int(error.exit_code),
+                        exit_code=int(getattr(error, "exit_code", ExitCode.INTERNAL)),
                     )
                 )
                 return
@@ -219,7 +217,7 @@ class Performer:
             except (ShardError, ManifestInvalid) as error:
                 self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=True))
                 return
-            except (StoreError, LogError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the ranks must not wait
                 self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=False))
                 return
             self._note(
@@ -349,7 +347,7 @@ class Performer:
             self._post(inputs.FencedOff(generation=job.group.gen))
         except PersistCancelled as error:
             self._post(_persist_failed(slot, step, error, is_cancelled=True))
-        except (SupervisorError, ProtocolError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the set must not count as on its way for ever
             self._post(_persist_failed(slot, step, error, is_cancelled=False))
         else:
             self._note("committed", done=done)
@@ -402,7 +400,9 @@ class Performer:
 
 def _claimed(got: Claim) -> inputs.Claimed:
     resume_step = got.local.step if got.local else got.resume.step if got.resume else None
+    is_from_commit = got.local is None and got.resume is not None
     return inputs.Claimed(
+        resume_world=got.resume.world if is_from_commit and got.resume else None,
         generation=got.gen,
         resume_step=resume_step,
         is_local=got.local is not None,
@@ -425,19 +425,24 @@ def _resume_of(got: Claim) -> messages.Resume | None:
 def _persist_failed(
     slot: int, step: int, error: Exception, *, is_cancelled: bool
 ) -> inputs.PersistFailed:
-    error_id = error.error_id if isinstance(error, SupervisorError) else "internal"
     return inputs.PersistFailed(
         slot=slot,
         step=step,
-        error_id=error_id,
+        error_id=error_id_of(error),
         reason=_with_hint(error),
         is_cancelled=is_cancelled,
     )
 
 
+def error_id_of(error: Exception) -> str:
+    """The stable id of an error; `internal` for one that is not ours."""
+    return error.error_id if isinstance(error, SupervisorError) else "internal"
+
+
 def _with_hint(error: Exception) -> str:
     hint = getattr(error, "hint", "")
-    return f"{error}; {hint}" if hint else str(error)
+    text = str(error) if isinstance(error, SupervisorError) else f"{type(error).__name__}: {error}"
+    return f"{text}; {hint}" if hint else text
 
 
 def _describe(code: int | None) -> str:

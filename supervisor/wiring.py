@@ -33,7 +33,7 @@ from supervisor.notices.ec2 import Ec2Source, is_ec2
 from supervisor.notices.file import FileSource
 from supervisor.observer import Observer
 from supervisor.performer import Parts, RankTerms
-from supervisor.ranks.board import NUM_SLOTS, RankBoard, disk_slot, memory_slot
+from supervisor.ranks.board import NUM_SLOTS, RankBoard
 from supervisor.ranks.server import RankServer, RuntimeDir
 from supervisor.ranks.slots import SlotBuffer
 from supervisor.status import StatusServer
@@ -138,8 +138,12 @@ class Supervised:
         log = open_log(config, self._clock, store)
         store.probe(log.keys.prefix, timeout_s=PROBE_LIMIT_S)
         spool = self._open_spool()
-        self._check_log(log, spool)
         keeper = self._keeper()
+        is_taken_up = keeper.take_up(
+            on_exit=lambda code: self._mailbox.put(inputs.JobExited(code=code))
+        )
+        if not is_taken_up:
+            self._check_log(log, spool)
         parts = self._parts(log, spool, keeper)
         observer = self._observer(store, spool)
         service = ServiceManager(self._environ, self._clock)
@@ -147,9 +151,6 @@ class Supervised:
             JobState(policy=self._policy()), parts, self._mailbox, observer, on_turn=service.turned
         )
         server = RankServer(self._runtime, post=self._mailbox.put)
-        is_taken_up = keeper.take_up(
-            on_exit=lambda code: self._mailbox.put(inputs.JobExited(code=code))
-        )
         server.start()
         self._start_status(observer)
         self._start_watchers()
@@ -255,8 +256,8 @@ class Supervised:
             wanted = size_bytes * NUM_SLOTS * num_ranks
             fits = wanted <= available_bytes() * MEMORY_SHARE
             if choice == "memory" or spool is None or (choice == "auto" and fits):
-                return memory_slot(rank, slot, size_bytes)
-            return disk_slot(spool.path, rank, slot, size_bytes)
+                return SlotBuffer.in_memory(f"lastgasp-{rank}-{slot}", size_bytes)
+            return SlotBuffer.on_disk(spool.path, size_bytes)
 
         return make
 

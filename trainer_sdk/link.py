@@ -207,7 +207,7 @@ class Link:
                 send_frame(sock, encode(self._outbox[0]))
                 self._outbox.popleft()
             self._is_drained.set()
-            ready, _, _ = select.select([sock.fileno(), self._wake_fd], [], [], 5.0)
+            ready = _readable(sock.fileno(), self._wake_fd)
             if sock.fileno() in ready:
                 body, fds = receive_frame(sock)
                 self._receive(body, fds)
@@ -284,6 +284,17 @@ class Link:
                 close_all([fd for _, fd in self.inbox.shards])
                 self.inbox.shards.clear()
             self.changed.notify_all()
+
+
+def _readable(*fds: int) -> list[int]:
+    """Which of these can be read, after 5 s at the latest.
+
+    poll, not select: a process with a thousand open files has descriptors that select refuses.
+    """
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(5000)]
 
 
 def replace_hello(hello: Hello, **changes: object) -> Hello:

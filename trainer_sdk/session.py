@@ -47,6 +47,7 @@ log = logging.getLogger("trainer_sdk")
 
 _RESTORE_LIMIT_S = 1800.0
 _BEAT_S = 0.5
+_GROWTH_LIMIT_S = 5.0
 _MAX_REASON = 60_000
 
 
@@ -275,6 +276,7 @@ class Session:
         try:
             snapshot = self._registry.snapshot()
             state = self._plan(moment, snapshot)
+            self._await_larger_slots(time.monotonic() + _GROWTH_LIMIT_S)
             image = Image(
                 snapshot=snapshot,
                 state=state,
@@ -372,12 +374,19 @@ class Session:
         plan = self.stager.planner.plan
         if plan is None or plan.slot_bytes > self.stager.slot_bytes:
             self._plan(moment, self._registry.snapshot())
-            self._wait(
-                lambda inbox: inbox.num_slot_grants != self._num_grants or not inbox.is_connected,
-                limit - time.monotonic(),
-            )
-            self._adopt_slots()
+            self._await_larger_slots(limit)
         return self._stage(moment, slot, is_final=is_final)
+
+    def _await_larger_slots(self, limit: float) -> None:
+        """A state that has outgrown its slots waits for new ones: rare, and better than no save."""
+        plan = self.stager.planner.plan
+        if plan is None or plan.slot_bytes <= self.stager.slot_bytes:
+            return
+        self._wait(
+            lambda inbox: inbox.num_slot_grants != self._num_grants or not inbox.is_connected,
+            limit - time.monotonic(),
+        )
+        self._adopt_slots()
 
     def request_save(self) -> None:
         """Pass the wish on; lost if the supervisor is away."""

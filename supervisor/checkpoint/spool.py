@@ -296,11 +296,11 @@ def _read_record(path: str) -> SpoolRecord | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        try:
+    try:
+        with open(fd, "rb") as file:
             record = msgspec.json.decode(file.read(MAX_READY_BYTES), type=SpoolRecord)
-        except _NOT_JSON:
-            return None
+    except (OSError, *_NOT_JSON):
+        return None
     return record if record.fmt == SPOOL_FORMAT else None
 
 

@@ -124,10 +124,19 @@ def claim(request: ClaimRequest) -> Make:
         refusal = _superseded(state, request)
         if refusal:
             return Refuse(Fenced(refusal, hint="another group took this job over; let it run"))
-        resume = _choose_resume(state, request, seq)
+        resume = _choose_resume(state, request)
         if isinstance(resume, Refuse):
             return resume
         newer = [c.seq for c in state.good if resume and c.seq > resume.seq]
+        local = _usable_local(state, request, resume, stepped_back=bool(newer))
+        if resume is None and local is None and not (request.allow_fresh or seq == 1):
+            return Refuse(
+                NoCheckpointFound(
+                    "the job has begun before but has no commit",
+                    hint="check the store's URL and the job id; if it never came to its first "
+                    "checkpoint, start it with --allow-fresh",
+                )
+            )
         return Epoch(
             launch=request.launch,
             round=request.round,
@@ -138,7 +147,7 @@ def claim(request: ClaimRequest) -> Make:
             layout=request.layout,
             resume=resume.seq if resume else None,
             skip=tuple(newer),
-            local=_usable_local(state, request, resume, stepped_back=bool(newer)),
+            local=local,
             reopen=state.finished is not None,
             why=request.why,
         )
@@ -164,7 +173,7 @@ def _superseded(state: LogState, request: ClaimRequest) -> str:
     return ""
 
 
-def _choose_resume(state: LogState, request: ClaimRequest, seq: int) -> LiveCommit | Refuse | None:
+def _choose_resume(state: LogState, request: ClaimRequest) -> LiveCommit | Refuse | None:
     good = state.good
     if request.resume_at is not None:
         chosen = next((c for c in good if c.seq == request.resume_at), None)
@@ -185,14 +194,7 @@ def _choose_resume(state: LogState, request: ClaimRequest, seq: int) -> LiveComm
                 hint="look at them with `lastgasp ls`, then `lastgasp unpoison` the right one",
             )
         )
-    if request.allow_fresh or seq == 1:
-        return None
-    return Refuse(
-        NoCheckpointFound(
-            "the job has begun before but has no commit",
-            hint="check the store's URL and the job id; to begin at step 0, allow a fresh start",
-        )
-    )
+    return None
 
 
 def _usable_local(

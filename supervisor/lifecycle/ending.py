@@ -27,8 +27,11 @@ from supervisor.lifecycle.turn import Turn
 PREEMPTED_COMMITTED = 75
 PREEMPTED_OLDER_STANDS = 76
 FENCED = 77
+# The job ended, but its end could not be made durable: not a success.
+NOT_DURABLE = 70
 INTERRUPTED = 130
 TERMINATED = 143
+HOLD_MARGIN_S = 30.0
 NEVER_ATTACHED_HINT = (
     "the training script has not called trainer_sdk.attach(): no checkpoint can be taken; see the "
     "quick start in README.md"
@@ -55,16 +58,15 @@ def stop(turn: Turn, *, after: str, patience_s: float, code: int | None = None) 
 def leave(turn: Turn, *, patience_s: float) -> None:
     """The evacuation is over: end the job, then exit or hold as configured."""
     state = turn.state
-    is_held = state.policy.after_notice == "hold" or (state.notice and state.notice.is_drill)
     if state.after_stop != "relaunch":
-        turn.set(after_stop="hold" if is_held else "exit")
+        turn.set(after_stop="leave")
     turn.report(
         "info" if state.committed_since_notice else "warning",
         "evacuation.completed",
         is_committed=state.committed_since_notice,
         last_commit_step=state.last_commit_step,
     )
-    turn.set(phase=Phase.EVACUATED, exit_code=exit_code_after_notice(state))
+    turn.set(phase=Phase.EVACUATED)
     turn.do(StopJob(patience_s=patience_s))
 
 
@@ -125,13 +127,16 @@ def _done(turn: Turn) -> None:
         stop(turn, after="finished", code=0, patience_s=0.0)
         return
     if state.finish_step is None:
+        # Not recorded as finished: the script may have left early, and a later start must go on.
         turn.report(
             "warning",
             "finish.missing",
-            hint="call run.finish() or use the context manager, so that the last steps are saved",
+            hint="call run.finish() or use the context manager, so that the last steps are saved "
+            "and the end is recorded",
         )
-        last = max(turn.moment.steps.values(), default=state.last_commit_step or 0)
-        turn.set(finish_step=last, finish_since=turn.now)
+        stop(turn, after="finished", code=0, patience_s=0.0)
+        return
+    drop_incomplete(turn)
     turn.set(phase=Phase.SAVING)
     record_finish_if_due(turn)
 
@@ -165,16 +170,17 @@ def on_finish_recorded(turn: Turn, event: FinishRecorded) -> None:
         return
     if event.is_durable:
         turn.report("info", "job.finished", step=turn.state.finish_step)
+        stop(turn, after="finished", code=0, patience_s=60.0)
     else:
         turn.report("error", "finish.not_recorded", reason=event.reason)
-    stop(turn, after="finished", code=0, patience_s=60.0)
+        stop(turn, after="fail", code=NOT_DURABLE, patience_s=60.0)
 
 
 def on_fenced(turn: Turn, event: FencedOff) -> None:
     """Another launch took over: our trainers must not go on."""
     if turn.state.phase in TERMINAL or turn.state.phase is Phase.STOPPING:
         return
-    turn.report("error", "generation.fenced", newer_generation=event.generation)
+    turn.report("error", "generation.fenced", generation=event.generation)
     stop(turn, after="fenced", code=FENCED, patience_s=0.0)
 
 
@@ -188,13 +194,23 @@ def on_job_stopped(turn: Turn, event: JobStopped) -> None:
     turn.report("info", "job.stopped", then=state.after_stop)
     if state.after_stop == "relaunch":
         _relaunch_at(turn, turn.now + _backoff_s(state))
-    elif state.after_stop == "hold":
-        notice = state.notice
-        wait_s = 0.0 if notice is None or notice.is_drill else notice.deadline_at - turn.now + 30.0
-        _relaunch_at(turn, turn.now + max(0.0, wait_s))
+    elif state.after_stop == "leave":
+        _leave_or_hold(turn)
     else:
         phases = {"fenced": Phase.FENCED, "fail": Phase.FAILED, "finished": Phase.FINISHED}
         turn.exit(phases.get(state.after_stop, Phase.EVACUATED), code)
+
+
+def _leave_or_hold(turn: Turn) -> None:
+    """A drill relaunches at once, unless a true notice came meanwhile; `hold` waits for the end
+    that was announced and relaunches if the machine outlives it."""
+    notice = turn.state.notice
+    if notice is None or notice.is_drill:
+        _relaunch_at(turn, turn.now)
+    elif turn.state.policy.after_notice == "hold" and notice.source not in ("sigterm", "sigint"):
+        _relaunch_at(turn, max(turn.now, notice.deadline_at + HOLD_MARGIN_S))
+    else:
+        turn.exit(Phase.EVACUATED, exit_code_after_notice(turn.state))
 
 
 def _backoff_s(state: JobState) -> float:
@@ -216,7 +232,7 @@ def _relaunch_at(turn: Turn, at: float) -> None:
         is_claiming=False,
         are_images_ready=False,
         is_new_life=True,
-        notice=None,
+        notices=(),
         stop_step=None,
         stop_slot=None,
         evacuate_until=None,
@@ -254,7 +270,7 @@ def _watch_training(turn: Turn) -> None:
         reason = "the final checkpoint could not be made durable in time"
         turn.report("error", "finish.not_recorded", reason=reason)
         turn.do(TellFinished(is_durable=False, reason=reason))
-        stop(turn, after="fail", code=1, patience_s=60.0)
+        stop(turn, after="fail", code=NOT_DURABLE, patience_s=60.0)
 
 
 def _watch_progress(turn: Turn) -> None:

@@ -15,7 +15,14 @@ from supervisor.lifecycle.inputs import (
     NoticeWithdrawn,
     RankAtBoundary,
 )
-from supervisor.lifecycle.outputs import AskHold, CancelPersist, ClearHold, ClearSave, SendOrder
+from supervisor.lifecycle.outputs import (
+    AskHold,
+    CancelPersist,
+    ClearHold,
+    ClearSave,
+    SendOrder,
+    TellFinished,
+)
 from supervisor.lifecycle.state import Column, PersistState, Phase
 from supervisor.lifecycle.turn import Turn
 
@@ -25,6 +32,8 @@ AGREE_GRACE_S = 0.05
 # What is left of the lead time after the images are staged must do for upload and commit; without
 # a measured rate this share of it is kept.
 UNMEASURED_RESERVE = 0.25
+# Deadlines are computed anew at each look, so a repeated notice's wanders a little.
+SAME_DEADLINE_S = 0.5
 # A machine that is still there after its deadline goes on uploading for so long.
 OVERTIME_S = 30.0
 
@@ -39,31 +48,35 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
             turn.set(wanted_save=state.wanted_save or notice.source)
             saving.schedule(turn)
         return
-    if state.notice is not None:
-        _merge(turn, notice)
-        return
-    turn.report(
-        "warning",
-        "notice.received",
-        source=notice.source,
-        kind=notice.kind.value,
-        lead_time_s=round(notice.deadline_at - turn.now, 3),
-        reason=notice.reason,
-    )
-    turn.set(notice=notice, committed_since_notice=False)
-    _begin(turn, notice)
-
-
-def _merge(turn: Turn, notice: Notice) -> None:
-    """Two notices: the earliest deadline wins; a repetition changes nothing."""
+    before = state.notice
+    _enter(turn, notice)
     standing = turn.state.notice
-    assert standing is not None
-    if notice.deadline_at < standing.deadline_at - 0.5:
-        turn.set(notice=notice)
-        turn.report("warning", "notice.sooner", source=notice.source)
-        if turn.state.phase is Phase.EVACUATING:
-            turn.set(evacuate_until=_evacuate_until(turn, notice))
-            turn.do(AskHold(deadline_at=notice.deadline_at))
+    if standing is before or standing is None:
+        return
+    facts = {
+        "source": standing.source,
+        "kind": standing.kind.value,
+        "lead_time_s": round(standing.deadline_at - turn.now, 3),
+        "reason": standing.reason,
+    }
+    if before is None:
+        turn.report("warning", "notice.received", **facts)
+        turn.set(committed_since_notice=False)
+        _begin(turn, standing)
+        return
+    turn.report("warning", "notice.sooner", **facts)
+    if turn.state.phase is Phase.EVACUATING:
+        turn.set(evacuate_until=_evacuate_until(turn, standing))
+        turn.do(AskHold(deadline_at=standing.deadline_at))
+
+
+def _enter(turn: Turn, notice: Notice) -> None:
+    """One notice stands for each source: its earliest. A repetition changes nothing."""
+    others = tuple(n for n in turn.state.notices if n.source != notice.source)
+    same = [n for n in turn.state.notices if n.source == notice.source]
+    if same and notice.deadline_at >= same[0].deadline_at - SAME_DEADLINE_S:
+        return
+    turn.set(notices=(*others, notice))
 
 
 def _begin(turn: Turn, notice: Notice) -> None:
@@ -82,12 +95,9 @@ def _begin(turn: Turn, notice: Notice) -> None:
     elif phase is Phase.RELAUNCHING:
         turn.set(committed_since_notice=turn.state.last_commit_step is not None)
         turn.exit(Phase.EVACUATED, ending.exit_code_after_notice(turn.state))
-    elif phase is Phase.STOPPING:
-        turn.set(
-            after_stop="exit" if turn.state.after_stop == "relaunch" else turn.state.after_stop
-        )
-        if turn.state.exit_code is None:
-            turn.set(exit_code=ending.exit_code_after_notice(turn.state))
+    elif phase is Phase.STOPPING and turn.state.after_stop == "relaunch":
+        turn.set(committed_since_notice=turn.state.last_commit_step is not None)
+        turn.set(after_stop="leave")
 
 
 def _choose(turn: Turn, notice: Notice) -> None:
@@ -255,12 +265,11 @@ def stage_final_if_due(turn: Turn) -> None:
     if columns.asked_slot(state) is not None and state.finish_step is not None:
         return
     steps = set(held.values())
-    if len(steps) > 1 or not all(view.has_slots for view in state.ranks.values()):
-        if len(steps) > 1:
-            turn.report("warning", "finish.uneven", steps=sorted(steps))
-        for rank, step in sorted(held.items()):
-            turn.do(SendOrder(rank=rank, action="proceed", step=step))
-        turn.set(finish_step=max(steps), finish_since=turn.now)
+    if len(steps) > 1:
+        end_without_image(turn, reason=f"the ranks ended at different steps: {sorted(steps)}")
+        return
+    if not all(view.has_slots for view in state.ranks.values()):
+        end_without_image(turn, reason="the ranks have no image slots")
         return
     step = steps.pop()
     newest = columns.newest_complete(state)
@@ -276,13 +285,26 @@ def stage_final_if_due(turn: Turn) -> None:
         turn.do(SendOrder(rank=rank, action="stage", step=step, slot=slot))
 
 
+def end_without_image(turn: Turn, *, reason: str) -> None:
+    """The final image cannot be had: the end is not durable, and the ranks are told so."""
+    turn.report("error", "finish.not_recorded", reason=reason)
+    held = _held(turn)
+    for rank, step in sorted(held.items()):
+        turn.do(SendOrder(rank=rank, action="proceed", step=step))
+    turn.set(finish_step=max(held.values(), default=0), is_finish_recorded=True)
+    turn.do(TellFinished(is_durable=False, reason=reason))
+    ending.stop(turn, after="fail", code=ending.NOT_DURABLE, patience_s=60.0)
+
+
 def on_notice_withdrawn(turn: Turn, event: NoticeWithdrawn) -> None:
     """Back to training where that is still possible, else relaunch after the stop."""
-    notice = turn.state.notice
-    if notice is None or notice.source != event.source:
+    left = tuple(notice for notice in turn.state.notices if notice.source != event.source)
+    if len(left) == len(turn.state.notices):
         return
     turn.report("info", "notice.withdrawn", source=event.source, phase=turn.state.phase.value)
-    turn.set(notice=None)
+    turn.set(notices=left)
+    if left:
+        return  # others stand: the machine still goes
     if turn.state.phase is Phase.EVACUATING:
         turn.do(ClearHold())
         for rank, step in sorted(_held(turn).items()):
@@ -304,8 +326,8 @@ def on_tick(turn: Turn) -> None:
             fall_back(turn, reason=f"ranks {late} did not reach a boundary in time")
         else:
             _agree(turn)
-    elif state.phase is Phase.UPLOADING and state.notice is not None:
-        if turn.now >= state.notice.deadline_at + OVERTIME_S:
+    elif state.phase is Phase.UPLOADING:
+        if state.notice is not None and turn.now >= state.notice.deadline_at + OVERTIME_S:
             turn.report("error", "deadline.missed", reason="the upload did not end in time")
             ending.leave(turn, patience_s=0.0)
         else:

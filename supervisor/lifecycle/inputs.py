@@ -104,12 +104,13 @@ class RankLost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
     """The generation is ours. `resume_step` is None for a fresh start; `is_adopted` when an
-    earlier self had claimed it for the same group."""
+    earlier self had claimed it for the same group; `resume_world` the world size of the commit."""
 
     generation: int
     resume_step: int | None
     is_local: bool
     is_adopted: bool
+    resume_world: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +260,7 @@ class FinishRecorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FencedOff:
-    """A newer generation took over."""
+    """Our generation is over: a newer one was claimed."""
 
     generation: int
 

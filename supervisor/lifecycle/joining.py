@@ -184,6 +184,14 @@ def on_claimed(turn: Turn, event: Claimed) -> None:
         is_local=event.is_local,
         is_adopted=event.is_adopted,
     )
+    if event.resume_world not in (None, turn.state.world_size):
+        turn.report(
+            "warning",
+            "world.changed",
+            saved_world_size=event.resume_world,
+            world_size=turn.state.world_size,
+            hint="what is not exact is listed in the receipts of `lastgasp status --json`",
+        )
     if event.resume_step is not None and not turn.state.is_training:
         turn.do(FetchImages())
     for rank in sorted(turn.state.ranks):

@@ -119,7 +119,7 @@ class JobState:
     wanted_save: str | None = None
     has_committed: bool = False
     last_commit_step: int | None = None
-    notice: Notice | None = None
+    notices: tuple[Notice, ...] = ()
     stop_step: int | None = None
     stop_slot: int | None = None
     agree_at: float | None = None
@@ -148,13 +148,10 @@ class JobState:
         return replace(self, columns=tuple(columns))
 
     @property
-    def is_group_whole(self) -> bool:
-        """Whether every rank of the group said hello and is still there."""
-        return (
-            self.world_size > 0
-            and len(self.ranks) == self.world_size
-            and all(view.is_connected for view in self.ranks.values())
-        )
+    def notice(self) -> Notice | None:
+        """The notice that counts: the earliest deadline of those that stand, a drill only if it
+        stands alone."""
+        return min(self.notices, key=lambda n: (n.is_drill, n.deadline_at), default=None)
 
     @property
     def is_training(self) -> bool:

@@ -6,7 +6,6 @@ whole set of images is what the next life restores.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -283,16 +282,6 @@ class RankBoard:
             for rank, seat in self.seats.items()
             if slot in seat.seals and seat.seals[slot].step == step
         }
-
-
-def memory_slot(rank: int, slot: int, size_bytes: int) -> SlotBuffer:
-    """A slot in memory."""
-    return SlotBuffer.in_memory(f"lastgasp-{rank}-{slot}", size_bytes)
-
-
-def disk_slot(directory: str, rank: int, slot: int, size_bytes: int) -> SlotBuffer:
-    """A slot in a file of the spool."""
-    return SlotBuffer.on_disk(os.path.join(directory, f"slot-{rank:06d}-{slot}"), size_bytes)
 
 
 def _page_from(fds: list[int]) -> ControlPage:

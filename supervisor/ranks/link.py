@@ -21,7 +21,7 @@ from trainer_sdk.protocol.messages import (
 # A frame that has begun must end within this; a peer that dribbles is dropped.
 FRAME_TIMEOUT_S = 10.0
 # Messages are small and the ranks' link threads only read: a send that blocks means a stuck peer.
-SEND_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 1.0
 POLL_MS = 500
 
 

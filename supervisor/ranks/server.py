@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from supervisor.errors import AlreadyRunningError, SupervisorError
+from supervisor.errors import AlreadyRunningError, ExitCode, SupervisorError
 from supervisor.ranks.link import Incoming, Link, LinkClosed
 from trainer_sdk.protocol.framing import short_socket_path
 
@@ -23,6 +23,7 @@ class RuntimeDirError(SupervisorError):
     """The directory of the socket cannot be used safely."""
 
     error_id = "runtime_dir_unsafe"
+    exit_code = ExitCode.CONFIG
 
 
 class RuntimeDir:

@@ -6,9 +6,11 @@ here decides which slot holds what; `lifecycle.columns` does.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import tempfile
 import weakref
 
 from trainer_sdk.protocol.errors import ProtocolError
@@ -58,20 +60,19 @@ class SlotBuffer:
         return cls(fd)
 
     @classmethod
-    def on_disk(cls, path: str, size_bytes: int) -> SlotBuffer:
-        """A slot in a file, whose blocks are reserved so that staging cannot run out of space.
+    def on_disk(cls, directory: str, size_bytes: int) -> SlotBuffer:
+        """A slot in a file without a name, whose blocks are reserved so that staging cannot run out
+        of space. Each slot has a file of its own: one that is still being uploaded keeps its bytes,
+        and nothing is left behind by a crash.
 
         Raises:
-            OSError: no space; the file is removed again.
+            OSError: no space.
         """
-        fd = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        fd = _nameless_file(directory)
         try:
-            os.posix_fallocate(fd, 0, max(PAGE_BYTES, round_up(size_bytes)))
+            os.posix_fallocate(fd, 0, round_up(size_bytes))
         except OSError:
             os.close(fd)
-            os.unlink(path)
             raise
         return cls(fd, is_on_disk=True)
 
@@ -84,6 +85,18 @@ class SlotBuffer:
     def reader(self) -> int:
         """A new read-only descriptor of the slot; the caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _nameless_file(directory: str) -> int:
+    """Source: open(2), O_TMPFILE; file systems without it say EOPNOTSUPP or EISDIR."""
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+    fd, path = tempfile.mkstemp(prefix="slot-", dir=directory)
+    os.unlink(path)
+    return fd
 
 
 def round_up(size_bytes: int) -> int:

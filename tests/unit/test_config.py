@@ -183,7 +183,7 @@ def test_a_value_outside_its_range_is_refused_with_what_is_allowed(name: str, va
         ("checkpoint.every", "10m", 600.0),
         ("checkpoint.every", 90, 90.0),
         ("checkpoint.every_steps", "500", 500),
-        ("notice.sources", "ec2,file", ("ec2", "file")),
+        ("notice.sources", "auto,ec2", ("auto", "ec2")),
         ("notice.sources", ["none"], ("none",)),
         ("notice.save_on_advice", "false", False),
         ("notice.save_on_advice", "1", True),
@@ -217,7 +217,10 @@ def test_paths_are_absolute_and_home_is_known(
     ("content", "told"),
     [
         (b"[job\n", "not TOML"),
-        (b'[job]\nid = "\xff"\n', "not TOML"),
+        (b'[job]\nid = "\xff"\n', "not UTF-8"),
+        (b"[job]\nid = " + b"9" * 5000, "not TOML"),
+        (b"a = " + b"[" * 5000, "not TOML"),
+        (b"[job]\n[job]\n", "not TOML"),
         (b"[job]\nid = x\n", "not TOML"),
     ],
 )
@@ -320,3 +323,42 @@ def test_systemds_places_are_the_default_of_a_service() -> None:
 def test_without_either_the_spool_is_in_the_users_state_directory() -> None:
     assert spool_root(a_config(), {"HOME": "/h"}) == "/h/.local/state/lastgasp/spool"
     assert spool_root(a_config(), {"XDG_STATE_HOME": "/x", "HOME": "/h"}) == "/x/lastgasp/spool"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("store.url", "s3://BAD_bucket name/x"),
+        ("store.url", "s3://ab/x"),
+        ("store.url", "file:///"),
+        ("store.url", "file://host/share"),
+        ("store.url", "file:///a\0b"),
+        ("spool.path", "/a\0b"),
+        ("job.runtime_dir", "/a\0b"),
+    ],
+)
+def test_a_place_that_cannot_be_meant_is_refused(name: str, value: str) -> None:
+    flags = {"job.id": "x", "store.url": "file:///store", name: value}
+
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load(None, environ={}, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"notice.sources": ["file"]}, "notice.file names none"),
+        ({"notice.sources": ["none", "ec2"]}, '"none" beside others'),
+        ({"spool.path": "/store"}, "the store's own directory"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(flags: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(None, environ={}, flags={"job.id": "x", "store.url": "file:///store", **flags})
+
+
+def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b'\xef\xbb\xbf[job]\nid = "x"\n[store]\nurl = "file:///store"\n')
+
+    assert load(str(path), environ={})["job.id"] == "x"

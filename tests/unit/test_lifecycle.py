@@ -203,7 +203,7 @@ def a_state(phase: Phase) -> JobState:
         is_claimed=phase is not Phase.STARTING,
         ranks=ranks,
         columns=(column, done),
-        notice=NOTICE if is_leaving else None,
+        notices=(NOTICE,) if is_leaving else (),
         evacuate_until=125.0 if is_leaving else None,
     )
 
@@ -691,3 +691,85 @@ def test_ranks_that_reconnect_to_a_new_supervisor_train_on():
     assert [action.rank for action in welcomed] == [0, 1]
     assert life.state.phase is Phase.TRAINING
     assert of(outputs.FetchImages, life.actions) == []
+
+
+# ---------------------------------------------------------------- several notices, bad ends
+
+
+def test_a_true_notice_during_a_drill_wins_over_it():
+    """The drill's deadline is nearer, but the machine really goes: no relaunch here."""
+    life = Life()
+    life.to_training()
+    life.notice(source="drill", is_drill=True, lead_s=10)
+    orders = of(outputs.SendOrder, life.hold(3))
+
+    life.notice(source="sigterm", kind=NoticeKind.STOP, lead_s=60)
+    life.seal(orders[0].slot, 3)
+    life.commit(orders[0].slot, 3)
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [75]
+    assert life.reported("notice.sooner")[0]["source"] == "sigterm"
+
+
+def test_withdrawing_one_notice_leaves_the_others_standing():
+    life = Life()
+    life.to_training()
+    life.notice(source="sigterm", kind=NoticeKind.STOP, lead_s=60)
+    life.notice(source="notify", lead_s=20)
+
+    found = life.feed(inputs.NoticeWithdrawn(source="notify"))
+
+    assert of(outputs.ClearHold, found) == []
+    assert life.state.phase is Phase.EVACUATING
+    assert life.state.notice is not None
+    assert life.state.notice.source == "sigterm"
+
+
+def test_success_without_finish_is_not_recorded_as_the_end():
+    """A script that leaves early with code 0 must be able to go on when started again."""
+    life = Life()
+    life.to_training()
+    life.steps = {0: 7, 1: 7}
+
+    found = life.feed(inputs.JobExited(code=0))
+    gone = life.feed(inputs.JobStopped())
+
+    assert of(outputs.RecordFinish, found) == []
+    assert life.reported("finish.missing")
+    assert [action.code for action in of(outputs.Exit, gone)] == [0]
+
+
+def test_a_final_image_that_cannot_be_had_is_no_success():
+    life = Life()
+    life.to_training()
+    orders = of(outputs.SendOrder, life.hold(12, is_ending=True))
+
+    found = life.feed(
+        inputs.RankUnsealed(rank=0, slot=orders[0].slot, step=12, reason="state_dict() raised")
+    )
+    gone = life.feed(inputs.JobStopped())
+
+    assert [told.is_durable for told in of(outputs.TellFinished, found)] == [False]
+    assert {order.action for order in of(outputs.SendOrder, found)} == {"proceed"}
+    assert [action.code for action in of(outputs.Exit, gone)] == [70]
+
+
+def test_an_end_that_cannot_be_recorded_is_no_success():
+    life = Life()
+    life.to_training()
+
+    life.feed(inputs.FinishRecorded(is_durable=False, reason="store away"))
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [70]
+
+
+def test_another_world_size_is_told():
+    life = Life()
+    life.launch()
+    life.join()
+
+    life.claim(resume_step=10, resume_world=WORLD + 2)
+
+    assert life.reported("world.changed")[0]["saved_world_size"] == WORLD + 2

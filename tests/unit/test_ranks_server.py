@@ -16,9 +16,10 @@ import pytest
 from supervisor.clock import SystemClock
 from supervisor.errors import AlreadyRunningError, ExitCode
 from supervisor.lifecycle import inputs
-from supervisor.ranks.board import RankBoard, memory_slot
+from supervisor.ranks.board import RankBoard
 from supervisor.ranks.link import Incoming, LinkClosed
 from supervisor.ranks.server import RankServer, RuntimeDir, RuntimeDirError
+from supervisor.ranks.slots import SlotBuffer
 from tests.fakes import wait_until
 from trainer_sdk.protocol import framing, messages
 from trainer_sdk.protocol.control_page import ControlPage
@@ -434,7 +435,7 @@ class Board:
         self.board = RankBoard(
             clock=SystemClock(),
             launch=lambda: LAUNCH,
-            make_slot=lambda rank, slot, size, *rest: memory_slot(rank, slot, size),
+            make_slot=lambda rank, slot, size, *rest: SlotBuffer.in_memory(f"{rank}-{slot}", size),
         )
 
     def receive(self) -> list[inputs.Event]:

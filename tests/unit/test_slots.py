@@ -78,13 +78,26 @@ def test_bytes_outlive_the_slot_while_a_view_is_in_use() -> None:
 
 
 def test_a_slot_on_disk_has_its_blocks_before_staging_begins(tmp_path: Path) -> None:
-    path = tmp_path / "slot"
+    slot = SlotBuffer.on_disk(str(tmp_path), 10 * PAGE_BYTES - 1)
 
-    slot = SlotBuffer.on_disk(str(path), 10 * PAGE_BYTES - 1)
-
+    found = os.fstat(slot.fd)
     assert slot.size_bytes == 10 * PAGE_BYTES
-    assert path.stat().st_blocks * 512 >= 10 * PAGE_BYTES
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert found.st_blocks * 512 >= 10 * PAGE_BYTES
+    assert found.st_mode & 0o777 == 0o600
+    assert slot.is_on_disk
+
+
+def test_a_new_slot_on_disk_takes_nothing_from_one_that_is_still_being_uploaded(tmp_path) -> None:
+    """A state that grows gets larger slots while the old ones are still read."""
+    old = SlotBuffer.on_disk(str(tmp_path), PAGE_BYTES)
+    view = old.view(PAGE_BYTES)
+    view[:4] = b"old!"
+
+    new = SlotBuffer.on_disk(str(tmp_path), 4 * PAGE_BYTES)
+    new.view(PAGE_BYTES)[:4] = b"new!"
+
+    assert bytes(view[:4]) == b"old!"
+    assert list(tmp_path.iterdir()) == [], "a crash leaves no file behind"
 
 
 def test_a_slot_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -92,22 +105,11 @@ def test_a_slot_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Pa
         before = open_fds()
 
         with pytest.raises(OSError) as caught:
-            SlotBuffer.on_disk(str(folder / "slot"), 8 << 20)
+            SlotBuffer.on_disk(str(folder), 8 << 20)
 
         assert caught.value.errno == errno.ENOSPC
         assert list(folder.iterdir()) == []
         assert open_fds() == before
-
-
-def test_a_link_in_place_of_the_slot_file_is_not_followed(tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_text("keep me")
-    (tmp_path / "slot").symlink_to(target)
-
-    with pytest.raises(OSError):
-        SlotBuffer.on_disk(str(tmp_path / "slot"), PAGE_BYTES)
-
-    assert target.read_text() == "keep me"
 
 
 def test_a_slot_cannot_be_cut_short_by_who_holds_it():

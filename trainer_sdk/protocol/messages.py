@@ -17,6 +17,7 @@ from trainer_sdk.protocol.errors import ProtocolError
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_FDS = 16
+MAX_DEADLINE_S = 30 * 86400.0
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
 Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -249,7 +250,7 @@ class Control(_Message, frozen=True, tag="control"):
     protocol: int
     verb: Literal["status", "save", "notify", "withdraw", "drill", "stop"]
     reason: Text = ""
-    deadline_s: float | None = None
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = None
     follow: bool = False
 
 
