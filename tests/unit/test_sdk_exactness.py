@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_sdk
-from tests.fakes import FakeSupervisor
+from tests.fakes import FakeSupervisor, wait_until
 from trainer_sdk.data import ResumableSampler
 from trainer_sdk.protocol.messages import Order
 from trainer_sdk.receipt import Receipt
@@ -105,6 +105,7 @@ def live(
                 life.lines.append(("end of epoch", epoch, torch.rand(1).item()))
     except trainer_sdk.Preempted:
         life.is_preempted = True
+        wait_until(lambda: stop_at in supervisor.images)  # told by another thread
     return life
 
 
