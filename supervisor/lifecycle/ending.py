@@ -134,8 +134,7 @@ def _done(turn: Turn) -> None:
             hint="call run.finish() or use the context manager, so that the last steps are saved "
             "and the end is recorded",
         )
-        stop(turn, after="finished", code=0, patience_s=0.0)
-        return
+        turn.set(has_left_early=True, finish_since=turn.now)
     drop_incomplete(turn)
     turn.set(phase=Phase.SAVING)
     record_finish_if_due(turn)
@@ -152,7 +151,8 @@ def on_rank_finished(turn: Turn, event: RankFinished) -> None:
 def record_finish_if_due(turn: Turn) -> None:
     """Record the end once all ranks ended and nothing newer waits to be committed."""
     state = turn.state
-    if state.finish_step is None or state.is_finish_recorded:
+    is_ending = state.finish_step is not None or state.has_left_early
+    if not is_ending or state.is_finish_recorded:
         return
     has_ended = all(view.is_finished for view in state.ranks.values()) or not state.is_job_alive
     newest = columns.newest_complete(state)
@@ -160,7 +160,10 @@ def record_finish_if_due(turn: Turn) -> None:
     if not has_ended or is_open or columns.asked_slot(state) is not None:
         return
     turn.set(is_finish_recorded=True)
-    turn.do(RecordFinish(step=state.finish_step))
+    if state.finish_step is not None:
+        turn.do(RecordFinish(step=state.finish_step))
+    else:
+        stop(turn, after="finished", code=0, patience_s=0.0)
 
 
 def on_finish_recorded(turn: Turn, event: FinishRecorded) -> None:

@@ -133,6 +133,7 @@ class JobState:
     finish_step: int | None = None
     finish_since: float | None = None
     is_finish_recorded: bool = False
+    has_left_early: bool = False
     training_code: int | None = None
     warned_unattached: bool = False
 

@@ -381,3 +381,19 @@ def test_a_reader_that_leaves_early_is_no_error_of_ours(workshop: Workshop, fold
     )
 
     assert done.stderr == ""
+
+
+def test_a_deadline_beyond_all_measure_is_a_usage_error(tmp_path: Path) -> None:
+    config = tmp_path / "job.toml"
+    config.write_text(f'[job]\nid = "x"\n[store]\nurl = "file://{tmp_path}"\n')
+
+    done = subprocess.run(
+        ["lastgasp", "notify", "-c", str(config), "--deadline", "99999999999s"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+
+    assert done.returncode == ExitCode.USAGE
+    assert "up to 30d" in done.stderr

@@ -740,6 +740,19 @@ def test_success_without_finish_is_not_recorded_as_the_end():
     assert [action.code for action in of(outputs.Exit, gone)] == [0]
 
 
+def test_success_without_finish_waits_for_the_upload_under_way():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+
+    life.feed(inputs.JobExited(code=0))
+    waiting = life.state.phase
+    left = life.commit(0, 5)
+
+    assert waiting is Phase.SAVING
+    assert of(outputs.StopJob, left)
+
+
 def test_a_final_image_that_cannot_be_had_is_no_success():
     life = Life()
     life.to_training()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -736,3 +737,23 @@ def test_hello_names_the_rank(supervisor: FakeSupervisor, monkeypatch: pytest.Mo
     run.close()
 
     assert (hello.rank, hello.world_size, hello.local_rank, hello.restart_count) == (3, 4, 1, 2)
+
+
+def test_a_process_with_a_thousand_open_files_reaches_its_supervisor(
+    supervisor: FakeSupervisor,
+) -> None:
+    """select() refuses descriptors past 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    supervisor.start()
+    try:
+        with trainer_sdk.attach(model=torch.nn.Linear(2, 2)) as run:
+            receipt = run.restore()
+            run.close()
+    finally:
+        for fd in files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert receipt.is_fresh

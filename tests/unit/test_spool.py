@@ -347,3 +347,13 @@ def test_a_commit_settles_its_own_notes_and_older_ones(spool: Spool) -> None:
 
     left = sorted(path.name for path in Path(spool.path, "uploads").iterdir())
     assert left == [f"{2:010d}-{20:012d}.json", f"{3:010d}-{1:012d}.json", "README"]
+
+
+def test_a_ready_file_that_cannot_be_read_makes_its_checkpoint_rubbish(tmp_path: Path) -> None:
+    """A directory in its place, as after a bad repair; a failing disk looks the same."""
+    spool = Spool(str(tmp_path), "job")
+    (tmp_path / "job" / "checkpoints" / "0000000001-000000000005" / "READY.json").mkdir(
+        parents=True
+    )
+
+    assert spool.ready() == []
