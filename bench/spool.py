@@ -63,7 +63,7 @@ def our_way(folder: Path, memory: Path, size_bytes: int) -> Callable[[], float]:
     steps = iter(range(1, 1000))
 
     def run() -> float:
-        group = Group(gen=got.gen, epoch=got.epoch, world=1, layout="l")
+        group = Group(gen=got.gen, epoch=got.epoch, group="0" * 32, world=1, layout="l")
         job = PersistJob(
             tools,
             group=group,

@@ -151,13 +151,13 @@ class Daemon:
         before = self._state
         self._state, actions = step(before, event, self._moment())
         self._observer.turned(before, event, self._state)
-        if self._state.phase is not before.phase:
-            self._entered(self._state.phase)
         for action in actions:
             if isinstance(action, outputs.Report):
                 self._observer.report(action)
             else:
                 self._perform(action)
+        if self._state.phase is not before.phase:
+            self._entered(self._state.phase)
         self._on_turn(self._state)
 
     def _perform(self, action: outputs.Action) -> None:

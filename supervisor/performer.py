@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools
+from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools, Images
 from supervisor.checkpoint.local import LocalSets
 from supervisor.checkpoint.persist import Group, PersistCancelled, PersistJob, Tools
 from supervisor.checkpoint.workers import WorkerPool
@@ -82,6 +82,7 @@ class Performer:
             on_fenced=lambda generation: post(inputs.FencedOff(generation=generation)),
         )
         self._claim: Claim | None = None
+        self._group = ""
         self._fetch: Fetch | None = None
         self._fetched: FetchedCheckpoint | None = None
         self.persists: dict[int, PersistJob] = {}
@@ -101,6 +102,7 @@ class Performer:
             outputs.SendOrder: self._send_order,
             outputs.Replan: self._replan,
             outputs.Persist: self._persist,
+            outputs.PersistFetched: self._persist_fetched,
             outputs.CancelPersist: self._cancel_persist,
             outputs.RecordFail: self._record_fail,
             outputs.RecordFinish: self._record_finish,
@@ -145,11 +147,7 @@ class Performer:
     # ------------------------------------------------------------ claim and restore
 
     def _claim_generation(self, action: outputs.ClaimGeneration) -> None:
-        in_memory = None
-        if action.in_memory is not None:
-            generation, step, slot = action.in_memory
-            images = self._parts.board.images(slot, step=step)
-            in_memory = (LocalStep(gen=generation, step=step), images)
+        in_memory = self._local_in_memory(action)
 
         def work() -> None:
             deadline = Deadline.after(self._parts.clock, CLAIM_LIMIT_S)
@@ -179,11 +177,27 @@ class Performer:
                     )
                 )
                 return
-            self._claim = got
+            self._claim, self._group = got, action.incarnation
             self._fence.watch(got.gen)
+            if self._parts.persist.spool is not None:
+                self._parts.persist.spool.drop_foreign(gen=got.gen, group=action.incarnation)
             self._post(_claimed(got))
 
         self._in_thread("claim", work)
+
+    def _local_in_memory(self, action: outputs.ClaimGeneration) -> tuple[LocalStep, Images] | None:
+        """The newest set of slots with the group that staged it, if that is known."""
+        last = self._claim
+        if action.in_memory is None or last is None:
+            return None
+        generation, step, slot = action.in_memory
+        if generation == last.gen:
+            at = LocalStep(gen=generation, step=step, group=self._group)
+        elif last.local is not None and (last.local.gen, last.local.step) == (generation, step):
+            at = last.local
+        else:
+            return None
+        return at, self._parts.board.images(slot, step=step)
 
     def _welcome(self, action: outputs.WelcomeRank) -> None:
         seat = self._parts.board.seats.get(action.rank)
@@ -331,7 +345,7 @@ class Performer:
         slot, step = action.slot, action.step
         job = PersistJob(
             self._parts.persist,
-            group=Group(gen=got.gen, epoch=got.epoch, world=got.world, layout=got.layout),
+            group=self._group_of(got),
             step=step,
             images=self._parts.board.images(slot, step=step),
             on_spooled=lambda: self._post(inputs.Spooled(slot=slot, step=step)),
@@ -339,7 +353,28 @@ class Performer:
         self.persists[slot] = job
         self._in_thread(f"persist-{step}", lambda: self._run_persist(job, slot, step))
 
-    def _run_persist(self, job: PersistJob, slot: int, step: int) -> None:
+    def _persist_fetched(self, action: outputs.PersistFetched) -> None:
+        del action
+        got, fetched = self._claim, self._fetched
+        assert got is not None
+        if fetched is None:
+            return
+        step = fetched.step
+        job = PersistJob(
+            self._parts.persist,
+            group=self._group_of(got),
+            step=step,
+            images={image.rank: (image.buffer, image.size_bytes) for image in fetched.images},
+            on_spooled=lambda: self._post(inputs.Spooled(slot=None, step=step)),
+        )
+        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, None, step))
+
+    def _group_of(self, got: Claim) -> Group:
+        return Group(
+            gen=got.gen, epoch=got.epoch, group=self._group, world=got.world, layout=got.layout
+        )
+
+    def _run_persist(self, job: PersistJob, slot: int | None, step: int) -> None:
         try:
             done = job.run()
         except Fenced as error:
@@ -406,6 +441,7 @@ def _claimed(got: Claim) -> inputs.Claimed:
         generation=got.gen,
         resume_step=resume_step,
         is_local=got.local is not None,
+        local_generation=got.local.gen if got.local else None,
         is_adopted=got.adopted,
     )
 
@@ -423,7 +459,7 @@ def _resume_of(got: Claim) -> messages.Resume | None:
 
 
 def _persist_failed(
-    slot: int, step: int, error: Exception, *, is_cancelled: bool
+    slot: int | None, step: int, error: Exception, *, is_cancelled: bool
 ) -> inputs.PersistFailed:
     return inputs.PersistFailed(
         slot=slot,

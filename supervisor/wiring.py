@@ -182,9 +182,7 @@ class Supervised:
         if state.finished is not None:
             raise JobFinished(state.finished, hint="to train on, give the job another [job] id")
         is_new = state.gen == 0
-        has_local = spool is not None and any(
-            item.record.gen <= state.gen for item in spool.ready()
-        )
+        has_local = LocalSets(spool).may_have(state)
         if not (is_new or state.live or has_local or self._options.allow_fresh):
             raise NoCheckpointFound(
                 f"job {log.keys.job_id!r} was started before, but its log at {log.store.url} has "

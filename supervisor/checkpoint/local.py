@@ -1,7 +1,8 @@
 """Local resume: a complete, verified set on this node that is newer than any commit.
 
 Rule (commit protocol, section 17): only a set of which every rank's image is here, whole and
-verified, may be offered, and only if it is newer by (generation, step) than the newest good commit.
+verified, may be offered, and only if it continues what the log would resume from; see
+`commit.rules.is_local_sound`, which the claim asks again on the exact predecessor.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from supervisor.checkpoint.fetch import (
 from supervisor.checkpoint.spool import Spool, SpooledCheckpoint
 from supervisor.clock import Deadline
 from supervisor.commit.log import CommitLog
-from supervisor.commit.records import LocalStep
+from supervisor.commit.records import LocalStep, LogState
+from supervisor.commit.rules import is_local_sound
 from supervisor.errors import ShardMissing
-
-STEP_BACK_FAILS = 3
 
 
 class LocalSets:
@@ -31,8 +31,8 @@ class LocalSets:
 
     def __init__(self, spool: Spool | None) -> None:
         self._spool = spool
-        self._offered: FetchedCheckpoint | None = None
-        self._discarded: set[tuple[int, int]] = set()
+        self._offered: tuple[LocalStep, FetchedCheckpoint] | None = None
+        self._discarded: set[LocalStep] = set()
 
     def newest(
         self,
@@ -42,46 +42,42 @@ class LocalSets:
         world: int,
         deadline: Deadline,
     ) -> LocalStep | None:
-        """The newest verified set that is newer than the newest good commit, kept for `take`.
-
-        A set of a generation that the log does not know is of another life of this job's name.
+        """The newest sound and verified set, kept for `take`.
 
         Raises:
             LogError, StoreError: the log cannot be read.
         """
         self._offered = None
         state = log.tail(deadline).state
-        if state.fails >= STEP_BACK_FAILS:
-            return None  # what was newest did not survive its start: an older commit is due
-        committed = (state.good[-1].gen, state.good[-1].step) if state.good else (0, -1)
-        candidates = [
-            item for item in self._candidates(in_memory, committed) if item[0][0] <= state.gen
-        ]
-        for at, source in sorted(candidates, key=lambda item: item[0], reverse=True):
+        candidates: list[tuple[LocalStep, SpooledCheckpoint | Images]] = []
+        if in_memory is not None:
+            candidates.append(in_memory)  # first: of two sets of one step memory wins
+        candidates += self._spooled()
+        sound = [item for item in candidates if self._is_sound(state, item[0])]
+        for at, source in sorted(sound, key=lambda item: (-item[0].gen, -item[0].step)):
             found = (
                 verified_in_spool(source)
                 if isinstance(source, SpooledCheckpoint)
                 else verified_in_memory(source, world)
             )
             if found is not None and found.world == world:
-                self._offered = replace(found, gen=at[0], step=at[1])
-                return LocalStep(gen=at[0], step=at[1])
+                self._offered = at, replace(found, gen=at.gen, step=at.step)
+                return at
         return None
 
-    def _candidates(
-        self, in_memory: tuple[LocalStep, Images] | None, committed: tuple[int, int]
-    ) -> list[tuple[tuple[int, int], SpooledCheckpoint | Images]]:
-        found: list[tuple[tuple[int, int], SpooledCheckpoint | Images]] = []
-        if self._spool is not None:
-            found = [((item.record.gen, item.record.step), item) for item in self._spool.ready()]
-        if in_memory is not None:
-            # Memory last: of two sets of one step the sort is stable and reversed, memory wins.
-            found.append(((in_memory[0].gen, in_memory[0].step), in_memory[1]))
+    def may_have(self, state: LogState) -> bool:
+        """Whether the spool holds a set that the log would accept, going by its record alone."""
+        return any(self._is_sound(state, at) for at, _ in self._spooled())
+
+    def _spooled(self) -> list[tuple[LocalStep, SpooledCheckpoint]]:
         return [
-            (at, source)
-            for at, source in reversed(found)
-            if at > committed and at not in self._discarded
+            (LocalStep(gen=i.record.gen, step=i.record.step, group=i.record.group), i)
+            for i in (self._spool.ready() if self._spool else ())
         ]
+
+    def _is_sound(self, state: LogState, at: LocalStep) -> bool:
+        resume = state.good[-1].seq if state.good else None
+        return at not in self._discarded and is_local_sound(state, at, resume=resume)
 
     def take(self, local: LocalStep, *, world: int) -> FetchedCheckpoint:
         """The set that the claim names.
@@ -89,14 +85,12 @@ class LocalSets:
         Raises:
             ShardMissing: it is not here (any more).
         """
-        offered = self._offered
-        if offered is not None and (offered.gen, offered.step) == (local.gen, local.step):
-            return offered
-        for item in self._spool.ready() if self._spool else ():
-            if (item.record.gen, item.record.step) == (local.gen, local.step):
-                found = verified_in_spool(item)
-                if found is not None and found.world == world:
-                    return found
+        if self._offered is not None and self._offered[0] == local:
+            return self._offered[1]
+        for at, item in self._spooled():
+            found = verified_in_spool(item) if at == local else None
+            if found is not None and found.world == world:
+                return found
         raise ShardMissing(
             f"the local set of generation {local.gen}, step {local.step} is not on this node",
             hint="the group starts again from the newest commit",
@@ -104,7 +98,7 @@ class LocalSets:
 
     def discard(self, local: LocalStep) -> None:
         """Never offer this set again."""
-        self._discarded.add((local.gen, local.step))
+        self._discarded.add(local)
         self._offered = None
 
     def forget(self) -> None:

@@ -57,6 +57,7 @@ class Group:
 
     gen: int
     epoch: int
+    group: str
     world: int
     layout: str
 
@@ -402,6 +403,7 @@ class PersistJob:
             record = SpoolRecord(
                 fmt=1,
                 gen=self._group.gen,
+                group=self._group.group,
                 step=self._step,
                 world=self._group.world,
                 shards=self._entries(shards),

@@ -53,6 +53,7 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     fmt: int
     gen: int
+    group: str
     step: int
     world: int
     shards: tuple[ShardEntry, ...]
@@ -254,6 +255,14 @@ class Spool:
         for item in old:
             shutil.rmtree(item.directory, ignore_errors=True)
         return len(old)
+
+    def drop_foreign(self, *, gen: int, group: str) -> None:
+        """Remove what another life of a job of this name left: sets of a generation that the log
+        had not reached when `gen` was claimed, or of this very number by another group."""
+        for item in self.ready():
+            record = item.record
+            if record.gen > gen or (record.gen == gen and record.group != group):
+                shutil.rmtree(item.directory, ignore_errors=True)
 
     def remember_uploads(self, tokens: UploadTokens) -> None:
         """Note where uploads can be resumed; losing the note only costs sending again."""

@@ -68,10 +68,15 @@ class RecordKind(StrEnum):
 
 
 class LocalStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step whose images the nodes of a group still hold: (generation, step)."""
+    """A step whose images the nodes of a group still hold.
+
+    `group` is the process group that staged it: the number of a generation alone does not tell one
+    life of a job from another under the same name.
+    """
 
     gen: Generation
     step: Step
+    group: GroupId
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,6 +226,7 @@ class LogState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fails: Count = 0
     fail_gen: Count = 0
     finished: Step | None = None
+    local: LocalStep | None = None
 
     @property
     def good(self) -> tuple[LiveCommit, ...]:
@@ -438,6 +444,7 @@ def _step_epoch(state: LogState, body: Epoch, seq: int) -> LogState:
         bad=_sorted({*state.bad, *body.skip}),
         fails=0 if body.skip else state.fails,
         finished=None,
+        local=body.local,
     )
 
 

@@ -186,7 +186,9 @@ def _choose_resume(state: LogState, request: ClaimRequest) -> LiveCommit | Refus
             )
         )
     if good:
-        return good[-2] if state.fails >= request.fail_limit and len(good) > 1 else good[-1]
+        # Starts that failed from a local set say nothing against the newest commit.
+        has_failed = state.fails >= request.fail_limit and state.local is None
+        return good[-2] if has_failed and len(good) > 1 else good[-1]
     if state.live:
         return Refuse(
             NoGoodCheckpoint(
@@ -200,17 +202,34 @@ def _choose_resume(state: LogState, request: ClaimRequest) -> LiveCommit | Refus
 def _usable_local(
     state: LogState, request: ClaimRequest, resume: LiveCommit | None, *, stepped_back: bool
 ) -> LocalStep | None:
-    """The local step, if it is newer than the commit and does not stem from a bad one."""
+    """The local step, if it is sound and nothing speaks for going back."""
     local = request.local
     if local is None or stepped_back or request.resume_at is not None:
         return None
-    place = (local.gen, local.step)
-    oldest = resume.place if resume else (0, 0)
-    is_tainted = any(oldest < c.place <= place for c in state.live if c.seq in state.bad)
-    out_of_tries = state.fails >= request.fail_limit
-    if place <= oldest or local.gen > state.gen or is_tainted or out_of_tries:
+    if state.fails >= request.fail_limit:
         return None
-    return local
+    return local if is_local_sound(state, local, resume=resume.seq if resume else None) else None
+
+
+def is_local_sound(state: LogState, local: LocalStep, *, resume: int | None) -> bool:
+    """Whether a set that a node holds continues what the log would resume from.
+
+    It does if the last generation itself staged it after its newest commit, or was to restore it
+    and committed nothing since. The commit to resume from must be the nearest before it: otherwise
+    what lies between was marked bad, and the set stems from that. Checked in
+    tests/sim/commit_model (README there).
+    """
+    nearest = state.last_commit if state.has_committed else state.resume
+    if resume != nearest:
+        return False
+    token = state.token
+    is_of_last_group = (
+        token is not None
+        and (local.gen, local.group) == (state.gen, token.group)
+        and local.step > state.last_step
+    )
+    was_to_be_restored = not state.has_committed and state.local == local
+    return is_of_last_group or was_to_be_restored
 
 
 def commit(

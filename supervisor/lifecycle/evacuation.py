@@ -87,7 +87,8 @@ def _begin(turn: Turn, notice: Notice) -> None:
     elif phase in (Phase.STARTING, Phase.RESTORING):
         # Nothing was trained in this life: the checkpoint it was to resume from stands.
         turn.report("warning", "evacuation.nothing_to_save", resume_step=turn.state.resume_step)
-        turn.set(committed_since_notice=turn.state.resume_step is not None)
+        is_durable = turn.state.resume_step is not None and not turn.state.is_local_resume
+        turn.set(committed_since_notice=is_durable)
         if turn.state.is_job_alive:
             ending.leave(turn, patience_s=0.0)
         else:

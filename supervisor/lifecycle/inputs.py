@@ -103,13 +103,17 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """The generation is ours. `resume_step` is None for a fresh start; `is_adopted` when an
-    earlier self had claimed it for the same group; `resume_world` the world size of the commit."""
+    """The generation is ours.
+
+    `resume_step` is None for a fresh start; with `is_local` it is that of a set on this node that
+    was staged in `local_generation`. `is_adopted`: an earlier self had claimed it for this group.
+    `resume_world` is the world size of the commit."""
 
     generation: int
     resume_step: int | None
     is_local: bool
     is_adopted: bool
+    local_generation: int | None = None
     resume_world: int | None = None
 
 
@@ -223,9 +227,11 @@ class NoticeWithdrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spooled:
-    """All images of a checkpoint are on the local disk, verified by digest."""
+    """All images of a checkpoint are on the local disk, with their digests.
 
-    slot: int
+    Here and below `slot` is None for a set that came from the spool and lies in no slot."""
+
+    slot: int | None
     step: int
 
 
@@ -233,7 +239,7 @@ class Spooled:
 class CheckpointCommitted:
     """The log names this checkpoint: it is restorable from the store."""
 
-    slot: int
+    slot: int | None
     step: int
     generation: int
     seq: int
@@ -243,7 +249,7 @@ class CheckpointCommitted:
 class PersistFailed:
     """A checkpoint did not become durable. `is_cancelled`: we ourselves gave it up."""
 
-    slot: int
+    slot: int | None
     step: int
     error_id: str
     reason: str

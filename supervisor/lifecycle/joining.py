@@ -25,6 +25,7 @@ from supervisor.lifecycle.outputs import (
     ClaimGeneration,
     FetchImages,
     LaunchJob,
+    PersistFetched,
     SendImages,
     SetAside,
     StopJob,
@@ -126,6 +127,8 @@ def _begin_group(turn: Turn) -> None:
 
 def _enter_seals(turn: Turn, event: RankJoined) -> None:
     for slot, generation, step, size_bytes in event.seals:
+        if turn.state.is_claimed and not turn.state.may_commit(generation, step):
+            continue
         column = turn.state.columns[slot]
         if (column.generation, column.step) < (generation, step) or column.step is None:
             column = Column(step=step, generation=generation)
@@ -171,11 +174,13 @@ def on_claimed(turn: Turn, event: Claimed) -> None:
         is_claiming=False,
         resume_step=event.resume_step,
         is_local_resume=event.is_local,
+        local_generation=event.local_generation,
         started_fresh=turn.state.started_fresh or event.resume_step is None,
         has_committed=False,
         phase=Phase.RESTORING,
         are_images_ready=event.resume_step is None,
     )
+    _drop_foreign_columns(turn)
     turn.report(
         "info",
         "generation.claimed",
@@ -203,6 +208,16 @@ def _cancel_older(turn: Turn) -> None:
     for slot, column in enumerate(turn.state.columns):
         if column.persist is PersistState.RUNNING:
             turn.do(CancelPersist(slot=slot))
+
+
+def _drop_foreign_columns(turn: Turn) -> None:
+    """What the claim does not name must never be committed under it; as a source of bytes for the
+    restore the slots still serve, by their digests."""
+    kept = tuple(
+        column if turn.state.may_commit(column.generation, column.step) else Column()
+        for column in turn.state.columns
+    )
+    turn.set(columns=kept)
 
 
 def _welcome(turn: Turn, rank: int) -> None:
@@ -273,13 +288,10 @@ def _persist_what_is_only_here(turn: Turn) -> None:
     """A set restored from memory, or found by a new supervisor, is flushed under our generation."""
     slot = columns.newest_complete(turn.state)
     if slot is None:
+        if turn.state.is_local_resume:
+            turn.do(PersistFetched())  # it came from the spool: no slot holds it
         return
-    column = turn.state.columns[slot]
-    is_ours = column.generation == turn.state.generation
-    is_resumed = turn.state.is_local_resume and column.step == turn.state.resume_step
-    if column.step is None or column.persist is PersistState.COMMITTED:
-        return
-    if is_ours or is_resumed:
+    if turn.state.columns[slot].persist is not PersistState.COMMITTED:
         saving.persist(turn, slot)
 
 

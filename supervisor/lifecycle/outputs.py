@@ -112,6 +112,11 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PersistFetched:
+    """Make the restored local set durable under our generation; it lies in no slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelPersist:
     """Give up making this set durable: something newer counts."""
 
@@ -178,6 +183,7 @@ Action = (
     | SendOrder
     | Replan
     | Persist
+    | PersistFetched
     | CancelPersist
     | RecordFail
     | RecordFinish

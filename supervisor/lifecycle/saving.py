@@ -148,6 +148,7 @@ def persist(turn: Turn, slot: int) -> None:
     column = turn.state.columns[slot]
     step = column.step
     assert step is not None
+    assert turn.state.may_commit(column.generation, step)
     column = replace(column, generation=turn.state.generation, retry_at=None)
     notice = turn.state.notice
     others = [
@@ -181,9 +182,9 @@ def on_spooled(turn: Turn, event: Spooled) -> None:
 def on_committed(turn: Turn, event: CheckpointCommitted) -> None:
     """The promise of this step is made."""
     state = turn.state
-    column = state.columns[event.slot]
-    if column.step == event.step and column.persist is PersistState.RUNNING:
-        turn.state = state.with_column(event.slot, replace(column, persist=PersistState.COMMITTED))
+    if event.slot is not None and _is_on_its_way(state, event.slot, event.step):
+        column = replace(state.columns[event.slot], persist=PersistState.COMMITTED)
+        turn.state = state.with_column(event.slot, column)
     turn.set(
         has_committed=True,
         last_commit_step=max(event.step, state.last_commit_step or 0),
@@ -201,9 +202,8 @@ def on_committed(turn: Turn, event: CheckpointCommitted) -> None:
 
 def on_persist_failed(turn: Turn, event: PersistFailed) -> None:
     """Training goes on; the set is retried unless something newer replaced it."""
-    column = turn.state.columns[event.slot]
-    is_current = column.step == event.step and column.persist is PersistState.RUNNING
-    if is_current:
+    if event.slot is not None and _is_on_its_way(turn.state, event.slot, event.step):
+        column = turn.state.columns[event.slot]
         wait_s = 1.0 if turn.state.phase is Phase.UPLOADING else turn.state.policy.persist_retry_s
         changed = replace(
             column,
@@ -221,6 +221,12 @@ def on_persist_failed(turn: Turn, event: PersistFailed) -> None:
         )
     _settle(turn)
     schedule(turn)
+
+
+def _is_on_its_way(state: JobState, slot: int, step: int) -> bool:
+    """Whether the answer is about what the slot holds now."""
+    column = state.columns[slot]
+    return column.step == step and column.persist is PersistState.RUNNING
 
 
 def _settle(turn: Turn) -> None:

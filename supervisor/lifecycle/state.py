@@ -112,6 +112,7 @@ class JobState:
     is_new_life: bool = True
     resume_step: int | None = None
     is_local_resume: bool = False
+    local_generation: int | None = None
     started_fresh: bool = False
     ranks: dict[int, RankView] = field(default_factory=dict)
     columns: tuple[Column, ...] = (Column(), Column())
@@ -153,6 +154,15 @@ class JobState:
         """The notice that counts: the earliest deadline of those that stand, a drill only if it
         stands alone."""
         return min(self.notices, key=lambda n: (n.is_drill, n.deadline_at), default=None)
+
+    def may_commit(self, generation: int, step: int | None) -> bool:
+        """Whether a set may be committed under our generation: it was staged in it, or is the very
+        set that the claim named. Anything else may stem from what was marked bad."""
+        is_claimed_set = self.is_local_resume and (generation, step) == (
+            self.local_generation,
+            self.resume_step,
+        )
+        return generation == self.generation or is_claimed_set
 
     @property
     def is_training(self) -> bool:

@@ -83,17 +83,20 @@ class Workshop:
 
     def claim(self, world: int) -> Group:
         """Begin a generation."""
+        group = new_uid()
         request = ClaimRequest(
             launch=new_uid(),
             round=1,
-            group=new_uid(),
+            group=group,
             nodes=1,
             world=world,
             layout=LAYOUT,
             allow_fresh=True,
         )
         got = claim(self.log, request, self.deadline())
-        self.group = Group(gen=got.gen, epoch=got.epoch, world=got.world, layout=got.layout)
+        self.group = Group(
+            gen=got.gen, epoch=got.epoch, group=group, world=got.world, layout=got.layout
+        )
         return self.group
 
     @property

@@ -437,8 +437,11 @@ class Local:
         self.gen = workshop.log.tail(workshop.deadline()).state.gen
         self.images = some_images(1, seed=2)
 
+    def at(self, step: int = 20, *, gen: int | None = None) -> LocalStep:
+        return LocalStep(gen=gen or self.gen, step=step, group=self.workshop.group.group)
+
     def newest(self, step: int = 20, *, gen: int | None = None) -> LocalStep | None:
-        at = LocalStep(gen=gen or self.gen, step=step)
+        at = self.at(step, gen=gen)
         return self.sets.newest(
             self.workshop.log,
             (at, in_slots(self.images)),
@@ -455,7 +458,7 @@ def local(workshop: Workshop) -> Local:
 def test_a_newer_set_in_memory_is_offered_and_taken(local: Local) -> None:
     offered = local.newest()
 
-    assert offered == LocalStep(gen=local.gen, step=20)
+    assert offered == local.at(20)
     assert bytes_of(local.sets.take(offered, world=1)) == local.images
 
 
@@ -485,4 +488,4 @@ def test_only_what_was_offered_can_be_taken(local: Local) -> None:
     local.newest()
 
     with pytest.raises(ShardMissing):
-        local.sets.take(LocalStep(gen=local.gen, step=21), world=1)
+        local.sets.take(local.at(21), world=1)

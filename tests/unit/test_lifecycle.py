@@ -86,12 +86,14 @@ class Life:
         options = {"is_local": False, "is_adopted": False, **more}
         return self.feed(inputs.Claimed(generation=generation, resume_step=resume_step, **options))
 
-    def train(self, step: int = 0) -> list[Any]:
+    def train(self, step: int = 0, *, keeps_slots: bool = False) -> list[Any]:
         found = []
         for rank in range(WORLD):
             found += self.feed(inputs.RankRestored(rank=rank, step=step))
         for rank in range(WORLD):
-            found += self.feed(inputs.RankPlanned(rank=rank, slot_bytes=4096, keeps_slots=False))
+            found += self.feed(
+                inputs.RankPlanned(rank=rank, slot_bytes=4096, keeps_slots=keeps_slots)
+            )
         return found
 
     def to_training(self) -> None:
@@ -575,9 +577,10 @@ def test_after_a_crash_the_whole_set_in_memory_is_offered_and_flushed_anew():
     life.feed(inputs.JobLaunched(pid=2))
 
     claims = of(outputs.ClaimGeneration, life.join("b"))
-    cancelled = of(outputs.CancelPersist, life.claim(generation=2, resume_step=5, is_local=True))
+    claimed = life.claim(generation=2, resume_step=5, is_local=True, local_generation=1)
+    cancelled = of(outputs.CancelPersist, claimed)
     life.feed(inputs.ImagesReady())
-    persisted = of(outputs.Persist, life.train(5))
+    persisted = of(outputs.Persist, life.train(5, keeps_slots=True))
 
     assert claims[0].in_memory == (1, 5, 0)
     assert [action.slot for action in cancelled] == [0]
@@ -786,3 +789,55 @@ def test_another_world_size_is_told():
     life.claim(resume_step=10, resume_world=WORLD + 2)
 
     assert life.reported("world.changed")[0]["saved_world_size"] == WORLD + 2
+
+
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_a_set_that_the_claim_did_not_name_is_never_committed_under_it(is_failed: bool):
+    """It may stem from what was marked bad meanwhile, though its slots are still whole."""
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+    if is_failed:
+        life.feed(inputs.PersistFailed(slot=0, step=5, error_id="x", reason="x"))
+    life.feed(inputs.JobExited(code=-9), inputs.JobStopped())
+    life.wait(10)
+    life.feed(inputs.JobLaunched(pid=2))
+    life.join("b")
+    before = len(life.actions)
+
+    life.claim(generation=2, resume_step=3)
+    life.feed(inputs.ImagesReady())
+    life.train(3, keeps_slots=True)
+    life.wait(60)
+    life.notice(lead_s=20)
+    life.wait(16)
+
+    assert of(outputs.Persist, life.actions[before:]) == []
+
+
+def test_a_local_set_from_the_spool_is_flushed_under_the_new_generation():
+    """After a restart of the daemon no slot holds it, so it is made durable from what was read."""
+    life = Life()
+    life.launch()
+    life.join()
+
+    life.claim(generation=2, resume_step=5, is_local=True, local_generation=1)
+    life.feed(inputs.ImagesReady())
+    found = life.train(5)
+    after = life.feed(inputs.CheckpointCommitted(slot=None, step=5, generation=2, seq=9))
+
+    assert len(of(outputs.PersistFetched, found)) == 1
+    assert life.state.last_commit_step == 5
+    assert of(outputs.Persist, after) == []
+
+
+def test_a_notice_before_a_local_set_is_committed_tells_that_the_older_one_stands():
+    life = Life()
+    life.launch()
+    life.join()
+    life.claim(generation=2, resume_step=5, is_local=True, local_generation=1)
+
+    life.notice()
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [76]

@@ -197,33 +197,63 @@ def test_finished_job_is_not_run_again_unless_reopened() -> None:
 TWO_COMMITS: list[Body] = [FIRST, a_commit(10), a_commit(20)]
 
 
+def a_local(gen: int, at: int, group: str = G1) -> LocalStep:
+    return LocalStep(gen=gen, step=at, group=group)
+
+
+THREE_COMMITS: list[Body] = [*TWO_COMMITS, a_commit(30)]
+LOCAL_EPOCH = an_epoch(group=G2, resume=3, local=a_local(1, 25))
+
+
 @pytest.mark.parametrize(
     ("bodies", "local", "is_used"),
     [
-        (TWO_COMMITS, (1, 25), True),
-        (TWO_COMMITS, (1, 20), False),  # not newer than the commit
-        (TWO_COMMITS, (1, 15), False),
-        (TWO_COMMITS, (2, 1), False),  # of a generation that is not there yet
-        ([*TWO_COMMITS, Poison(commit=3)], (1, 25), False),  # stems from the bad one
-        ([*TWO_COMMITS, Poison(commit=3)], (1, 15), True),  # stems from the good one
-        ([*TWO_COMMITS, an_epoch(group=G3, resume=3), Fail(node=0)], (1, 25), False),
-        ([FIRST], (1, 5), True),
+        (TWO_COMMITS, a_local(1, 25), True),
+        (TWO_COMMITS, a_local(1, 20), False),  # not newer than the commit
+        (TWO_COMMITS, a_local(1, 15), False),
+        (TWO_COMMITS, a_local(2, 1), False),  # of a generation that is not there yet
+        (TWO_COMMITS, a_local(1, 25, G4), False),  # of another life of this job's name
+        ([*TWO_COMMITS, Poison(commit=3)], a_local(1, 25), False),  # stems from the bad one
+        ([*TWO_COMMITS, Poison(commit=3)], a_local(1, 15), False),  # the claim goes back further
+        ([*THREE_COMMITS, Poison(commit=3), Poison(commit=4), Retire(commits=(3,))],
+         a_local(1, 25), False),  # a bad one that is retired has not become good
+        ([*TWO_COMMITS, an_epoch(group=G2, resume=3)], a_local(1, 25), False),  # superseded
+        ([*TWO_COMMITS, LOCAL_EPOCH], a_local(1, 25), True),  # the same again after a crash
+        ([*TWO_COMMITS, LOCAL_EPOCH], a_local(1, 24), False),
+        ([*TWO_COMMITS, LOCAL_EPOCH, a_commit(25), Poison(commit=5)], a_local(1, 25), False),
+        ([*TWO_COMMITS, an_epoch(group=G2, resume=3), Fail(node=0)], a_local(2, 25, G2), False),
+        ([FIRST], a_local(1, 5), True),
     ],
-)
-def test_local_step_counts_only_if_newer_and_sound(
-    bodies: list[Body], local: tuple[int, int], is_used: bool
+)  # fmt: skip
+def test_local_step_counts_only_if_it_continues_what_the_log_would_resume_from(
+    bodies: list[Body], local: LocalStep, is_used: bool
 ) -> None:
-    wanted = LocalStep(gen=local[0], step=local[1])
+    body = claim(fold(*bodies), group="5" * 32, local=local, allow_fresh=True, fail_limit=1)
 
-    body = claim(fold(*bodies), local=wanted, allow_fresh=True, fail_limit=1)
-
-    assert body.local == (wanted if is_used else None)
+    assert body.local == (local if is_used else None)
 
 
 def test_local_step_is_not_used_against_the_operators_choice() -> None:
-    body = claim(fold(*TWO_COMMITS), local=LocalStep(gen=1, step=25), resume_at=2)
+    body = claim(fold(*TWO_COMMITS), local=a_local(1, 25), resume_at=2)
 
     assert body.local is None
+
+
+def test_a_job_without_commits_resumes_from_a_sound_local_step_and_from_nothing_else() -> None:
+    sound = claim(fold(FIRST), local=a_local(1, 5))
+
+    error = refusal(rules.claim(a_request(local=a_local(1, 5, G4))), fold(FIRST))
+
+    assert (sound.resume, sound.local) == (None, a_local(1, 5))
+    assert isinstance(error, NoCheckpointFound)
+
+
+def test_starts_that_failed_from_a_local_set_say_nothing_against_the_newest_commit() -> None:
+    bodies = [*TWO_COMMITS, LOCAL_EPOCH, Fail(node=0)]
+
+    body = claim(fold(*bodies), group="5" * 32, local=a_local(1, 25), fail_limit=1)
+
+    assert (body.resume, body.local, body.skip) == (3, None, ())
 
 
 def commit_at(at_step: int, *, base: int | None = None, keep: int = 3) -> rules.Make:

@@ -37,6 +37,7 @@ def a_record(*, gen: int = 1, step: int = 10, **changes: object) -> SpoolRecord:
     fields: dict[str, object] = {
         "fmt": 1,
         "gen": gen,
+        "group": "a" * 32,
         "step": step,
         "world": 1,
         "shards": (shard,),
