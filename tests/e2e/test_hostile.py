@@ -62,7 +62,7 @@ def test_a_checkpoint_that_only_the_spool_holds_is_resumed_from(cluster, quick_t
     assert_exact(read_log(cluster.log), quick_twin)
 
 
-def test_sigterm_during_a_drill_is_a_true_notice(cluster, quick_twin):
+def test_sigterm_stands_when_another_notice_is_withdrawn(cluster, quick_twin):
     node = cluster.node("a")
     cluster.start(node, TOY_STEP_S="0.3")
     cluster.wait_for_step(3)
