@@ -302,6 +302,37 @@ def _ask(path: str | None, verb: Any, as_json: bool, **options: Any) -> int:
 @cli.command()
 @_config_option
 @_json_option
+@click.option(
+    "--delete", "is_real", is_flag=True, help="Delete; without it only show what would be."
+)
+@click.option("--grace", default="24h", show_default=True, help="Spare what became garbage since.")
+@click.option("--limit", default=10_000, show_default=True, help="Objects a run deletes at most.")
+def gc(path: str | None, as_json: bool, is_real: bool, grace: str, limit: int) -> int:
+    """Delete what no kept checkpoint refers to. Needs delete rights; safe at any time."""
+    from supervisor.commit.sweep import sweep
+    from supervisor.units import show_size
+
+    log, _ = _open_log(_load(path))
+    report = sweep(log, _open_deadline(), grace_s=_seconds(grace), dry_run=not is_real, cap=limit)
+    document = {
+        "is_dry_run": not is_real,
+        "num_objects": len(report.garbage),
+        "size_bytes": report.garbage_bytes,
+        "unknown_keys": list(report.unknown),
+        "is_capped": report.is_capped,
+    }
+    if as_json:
+        _out(document)
+    else:
+        verb = "deleted" if is_real else "would go with --delete"
+        size = show_size(report.garbage_bytes)
+        click.echo(f"{len(report.garbage)} objects of {size} {verb}; {report.num_kept} stay")
+    return int(ExitCode.DONE)
+
+
+@cli.command()
+@_config_option
+@_json_option
 @click.option("--reason", default="", help="Kept in the log.")
 @click.argument("checkpoint")
 def poison(path: str | None, as_json: bool, reason: str, checkpoint: str) -> int:

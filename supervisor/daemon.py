@@ -170,6 +170,9 @@ class Daemon:
                 action=type(action).__name__,
                 reason=f"{type(error).__name__}: {error}",
             )
+            answer = self._performer.failed(action, error)
+            if answer is not None:
+                self._mailbox.put(answer)
 
     def _entered(self, phase: Phase) -> None:
         if phase is Phase.TRAINING:

@@ -40,7 +40,9 @@ class FenceWatch:
                 generation = self._generation
             if generation and self._is_over(generation):
                 self._on_fenced(generation)
-                self.watch(0)
+                with self._changed:
+                    if self._generation == generation:
+                        self._generation = 0
 
     def _is_over(self, generation: int) -> bool:
         try:

@@ -81,10 +81,11 @@ class Performer:
             parts.clock,
             on_fenced=lambda generation: post(inputs.FencedOff(generation=generation)),
         )
-        self._claim: Claim | None = None
+        # What workers bring is kept by what it was asked for, so that a late answer of an older
+        # group or generation never stands in for the present one's.
         self._group = ""
-        self._fetch: Fetch | None = None
-        self._fetched: FetchedCheckpoint | None = None
+        self._claims: dict[str, Claim] = {}
+        self._fetches: dict[int, FetchedCheckpoint] = {}
         self.persists: dict[int, PersistJob] = {}
         self.exit_code: int | None = None
         self._handlers: dict[type[Action], Callable[[Any], None]] = {
@@ -104,6 +105,7 @@ class Performer:
             outputs.Persist: self._persist,
             outputs.PersistFetched: self._persist_fetched,
             outputs.CancelPersist: self._cancel_persist,
+            outputs.TellCommitted: self._tell_committed,
             outputs.RecordFail: self._record_fail,
             outputs.RecordFinish: self._record_finish,
             outputs.SetAside: self._set_aside,
@@ -114,6 +116,44 @@ class Performer:
     def perform(self, action: Action) -> None:
         """Carry out one action."""
         self._handlers[type(action)](action)
+
+    @property
+    def _claim(self) -> Claim | None:
+        """The claim of the present group, once it came."""
+        return self._claims.get(self._group)
+
+    @property
+    def _fetched(self) -> FetchedCheckpoint | None:
+        """What the present generation restores, once it is here."""
+        got = self._claim
+        return self._fetches.get(got.gen) if got is not None else None
+
+    def failed(self, action: Action, error: Exception) -> Event | None:
+        """What a failure to carry out an action amounts to; None if nobody waits for it."""
+        reason, error_id = _with_hint(error), error_id_of(error)
+        match action:
+            case outputs.LaunchJob():
+                return inputs.LaunchFailed(reason=reason)
+            case outputs.StopJob():
+                return inputs.JobStopped()
+            case outputs.ClaimGeneration(incarnation=incarnation):
+                return inputs.ClaimFailed(
+                    incarnation=incarnation,
+                    error_id=error_id,
+                    reason=reason,
+                    exit_code=int(ExitCode.INTERNAL),
+                )
+            case outputs.FetchImages():
+                generation = self._claim.gen if self._claim else 0
+                return inputs.FetchFailed(
+                    generation=generation, reason=reason, is_checkpoint_bad=False
+                )
+            case outputs.Persist(job=job, slot=slot, step=step):
+                return _persist_failed(job, slot, step, error, is_cancelled=False)
+            case outputs.RecordFinish():
+                return inputs.FinishRecorded(is_durable=False, reason=reason)
+            case _:
+                return None
 
     def _in_thread(self, name: str, call: Callable[[], None]) -> None:
         threading.Thread(target=call, name=name, daemon=True).start()
@@ -134,10 +174,13 @@ class Performer:
 
     def _stop_job(self, action: outputs.StopJob) -> None:
         def stop() -> None:
-            self._parts.keeper.stop(
-                patience_s=action.patience_s, on_left=lambda pids: self._note("strays", pids=pids)
-            )
-            self._post(inputs.JobStopped())
+            try:
+                self._parts.keeper.stop(
+                    patience_s=action.patience_s,
+                    on_left=lambda pids: self._note("strays", pids=pids),
+                )
+            finally:
+                self._post(inputs.JobStopped())
 
         self._in_thread("stop-job", stop)
 
@@ -148,42 +191,50 @@ class Performer:
 
     def _claim_generation(self, action: outputs.ClaimGeneration) -> None:
         in_memory = self._local_in_memory(action)
+        self._fence.watch(0)  # our own next claim ends our last generation: that is no fence
+        self._group = action.incarnation
+        self._parts.board.drop_ranks_from(action.world_size)
 
         def work() -> None:
-            deadline = Deadline.after(self._parts.clock, CLAIM_LIMIT_S)
             try:
-                local = self._parts.local.newest(
-                    self._parts.log, in_memory, world=action.world_size, deadline=deadline
-                )
-                request = rules.ClaimRequest(
-                    launch=self._parts.keeper.submission,
-                    round=self._parts.keeper.round,
-                    group=action.incarnation,
-                    nodes=1,
-                    world=action.world_size,
-                    layout=LAYOUT,
-                    allow_fresh=action.allow_fresh,
-                    local=local,
-                )
-                got = claim(
-                    self._parts.log, request, deadline, retention=self._parts.persist.retention
-                )
+                got = self._claim_now(action, in_memory)
             except Exception as error:  # noqa: BLE001 - whatever it is, the ranks must not wait
                 self._post(
                     inputs.ClaimFailed(
+                        incarnation=action.incarnation,
                         error_id=error_id_of(error),
                         reason=_with_hint(error),
                         exit_code=int(getattr(error, "exit_code", ExitCode.INTERNAL)),
                     )
                 )
                 return
-            self._claim, self._group = got, action.incarnation
+            self._claims[action.incarnation] = got
             self._fence.watch(got.gen)
-            if self._parts.persist.spool is not None:
-                self._parts.persist.spool.drop_foreign(gen=got.gen, group=action.incarnation)
-            self._post(_claimed(got))
+            self._post(_claimed(got, action.incarnation))
 
-        self._in_thread("claim", work)
+        # After the records of the last generation, which the claim would fence.
+        self._recorder.submit(work)
+
+    def _claim_now(
+        self, action: outputs.ClaimGeneration, in_memory: tuple[LocalStep, Images] | None
+    ) -> Claim:
+        parts = self._parts
+        deadline = Deadline.after(parts.clock, CLAIM_LIMIT_S)
+        local = parts.local.newest(parts.log, in_memory, world=action.world_size, deadline=deadline)
+        request = rules.ClaimRequest(
+            launch=parts.keeper.submission,
+            round=parts.keeper.round,
+            group=action.incarnation,
+            nodes=1,
+            world=action.world_size,
+            layout=LAYOUT,
+            allow_fresh=action.allow_fresh,
+            local=local,
+        )
+        got = claim(parts.log, request, deadline, retention=parts.persist.retention)
+        if parts.persist.spool is not None:
+            parts.persist.spool.drop_foreign(gen=got.gen, group=action.incarnation)
+        return got
 
     def _local_in_memory(self, action: outputs.ClaimGeneration) -> tuple[LocalStep, Images] | None:
         """The newest set of slots with the group that staged it, if that is known."""
@@ -227,20 +278,23 @@ class Performer:
 
         def work() -> None:
             try:
-                self._fetched = self._bring(got, in_memory)
-            except (ShardError, ManifestInvalid) as error:
-                self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=True))
-                return
+                fetched = self._bring(got, in_memory)
             except Exception as error:  # noqa: BLE001 - whatever it is, the ranks must not wait
-                self._post(inputs.FetchFailed(reason=_with_hint(error), is_checkpoint_bad=False))
+                is_bad = isinstance(error, ShardError | ManifestInvalid)
+                self._post(
+                    inputs.FetchFailed(
+                        generation=got.gen, reason=_with_hint(error), is_checkpoint_bad=is_bad
+                    )
+                )
                 return
+            self._fetches[got.gen] = fetched
             self._note(
                 "fetched",
-                source=self._fetched.source,
-                size_bytes=self._fetched.size_bytes,
+                source=fetched.source,
+                size_bytes=fetched.size_bytes,
                 seconds=self._parts.clock.monotonic() - began_at,
             )
-            self._post(inputs.ImagesReady())
+            self._post(inputs.ImagesReady(generation=got.gen))
 
         self._in_thread("fetch", work)
 
@@ -251,8 +305,7 @@ class Performer:
         prefetched = self._prefetch.take(got.resume.seq)
         if prefetched is not None:
             return prefetched
-        self._fetch = Fetch(self._parts.fetch, got.resume, in_memory=in_memory)
-        return self._fetch.run()
+        return Fetch(self._parts.fetch, got.resume, in_memory=in_memory).run()
 
     def _send_images(self, action: outputs.SendImages) -> None:
         fetched = self._fetched
@@ -276,7 +329,7 @@ class Performer:
 
     def forget_fetched(self) -> None:
         """Every rank has its state: the fetched copy is only memory now."""
-        self._fetched = self._fetch = None
+        self._fetches.clear()
         self._prefetch.forget()
         self._parts.local.forget()
 
@@ -342,20 +395,19 @@ class Performer:
     def _persist(self, action: outputs.Persist) -> None:
         got = self._claim
         assert got is not None
-        slot, step = action.slot, action.step
+        number, slot, step = action.job, action.slot, action.step
         job = PersistJob(
             self._parts.persist,
             group=self._group_of(got),
             step=step,
             images=self._parts.board.images(slot, step=step),
-            on_spooled=lambda: self._post(inputs.Spooled(slot=slot, step=step)),
+            on_spooled=lambda: self._post(inputs.Spooled(job=number, slot=slot, step=step)),
         )
         self.persists[slot] = job
-        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, slot, step))
+        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, number, slot, step))
 
     def _persist_fetched(self, action: outputs.PersistFetched) -> None:
-        del action
-        got, fetched = self._claim, self._fetched
+        got, fetched, number = self._claim, self._fetched, action.job
         assert got is not None
         if fetched is None:
             return
@@ -365,35 +417,37 @@ class Performer:
             group=self._group_of(got),
             step=step,
             images={image.rank: (image.buffer, image.size_bytes) for image in fetched.images},
-            on_spooled=lambda: self._post(inputs.Spooled(slot=None, step=step)),
+            on_spooled=lambda: self._post(inputs.Spooled(job=number, slot=None, step=step)),
         )
-        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, None, step))
+        self._in_thread(f"persist-{step}", lambda: self._run_persist(job, number, None, step))
 
     def _group_of(self, got: Claim) -> Group:
         return Group(
             gen=got.gen, epoch=got.epoch, group=self._group, world=got.world, layout=got.layout
         )
 
-    def _run_persist(self, job: PersistJob, slot: int | None, step: int) -> None:
+    def _run_persist(self, job: PersistJob, number: int, slot: int | None, step: int) -> None:
         try:
             done = job.run()
         except Fenced as error:
-            self._post(_persist_failed(slot, step, error, is_cancelled=True))
+            self._post(_persist_failed(number, slot, step, error, is_cancelled=True))
             self._post(inputs.FencedOff(generation=job.group.gen))
         except PersistCancelled as error:
-            self._post(_persist_failed(slot, step, error, is_cancelled=True))
+            self._post(_persist_failed(number, slot, step, error, is_cancelled=True))
         except Exception as error:  # noqa: BLE001 - the set must not count as on its way for ever
-            self._post(_persist_failed(slot, step, error, is_cancelled=False))
+            self._post(_persist_failed(number, slot, step, error, is_cancelled=False))
         else:
             self._note("committed", done=done)
-            for rank in list(self._parts.board.seats):
-                message = messages.Committed(generation=job.group.gen, step=step)
-                self._parts.board.send(rank, message)
             self._post(
                 inputs.CheckpointCommitted(
-                    slot=slot, step=step, generation=job.group.gen, seq=done.seq
+                    job=number, slot=slot, step=step, generation=job.group.gen, seq=done.seq
                 )
             )
+
+    def _tell_committed(self, action: outputs.TellCommitted) -> None:
+        message = messages.Committed(generation=action.generation, step=action.step)
+        for rank in self._parts.board.seats:
+            self._parts.board.send(rank, message)
 
     def _cancel_persist(self, action: outputs.CancelPersist) -> None:
         job = self.persists.get(action.slot)
@@ -433,10 +487,11 @@ class Performer:
         self._recorder.submit(work)
 
 
-def _claimed(got: Claim) -> inputs.Claimed:
+def _claimed(got: Claim, incarnation: str) -> inputs.Claimed:
     resume_step = got.local.step if got.local else got.resume.step if got.resume else None
     is_from_commit = got.local is None and got.resume is not None
     return inputs.Claimed(
+        incarnation=incarnation,
         resume_world=got.resume.world if is_from_commit and got.resume else None,
         generation=got.gen,
         resume_step=resume_step,
@@ -459,9 +514,10 @@ def _resume_of(got: Claim) -> messages.Resume | None:
 
 
 def _persist_failed(
-    slot: int | None, step: int, error: Exception, *, is_cancelled: bool
+    job: int, slot: int | None, step: int, error: Exception, *, is_cancelled: bool
 ) -> inputs.PersistFailed:
     return inputs.PersistFailed(
+        job=job,
         slot=slot,
         step=step,
         error_id=error_id_of(error),

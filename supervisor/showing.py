@@ -54,7 +54,9 @@ def print_status(document: dict[str, Any]) -> None:
         rows.append(("uploading", f"{done} of {total}"))
     if document.get("last_error"):
         error = document["last_error"]
-        rows.append(("last error", f"{error['event']}: {error.get('reason', '')}"))
+        rows.append(
+            ("last error", f"{error['event']}: {error.get('reason') or error.get('detail', '')}")
+        )
     table = _table("", "")
     table.show_header = False
     for name, value in rows:
@@ -111,10 +113,12 @@ def print_verdicts(verdicts: list[Verdict]) -> None:
         if verdict.problem:
             console.print(f"{name}: NOT WHOLE: {verdict.problem} \\[{verdict.error_id}]")
         else:
-            console.print(
-                f"{name}: whole: {verdict.num_shards} shards, "
+            read = (
                 f"{show_size(verdict.checked_bytes)} of data read and hashed"
+                if verdict.checked_bytes
+                else "sizes and records fit; the data was not read (--read-data)"
             )
+            console.print(f"{name}: whole: {verdict.num_shards} shards, {read}")
 
 
 def print_findings(findings: list[Finding]) -> None:

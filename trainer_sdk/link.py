@@ -251,6 +251,9 @@ class Link:
                 raise ProtocolError(f"the supervisor speaks protocol {message.protocol}")
             if fds:
                 inbox.page = ControlPage(fds.pop(0))
+            close_all([fd for _, fd in inbox.shards])
+            inbox.shards.clear()  # images that are still wanted are sent again
+            inbox.are_images_complete = False
             inbox.welcome, inbox.is_connected = message, True
             inbox.num_connections += 1
         elif isinstance(message, Slots):

@@ -145,9 +145,26 @@ class Run:
             return
         try:
             if self._session is not None and self.receipt is not None:
-                self._guarded(self._session.finish, self._moment())
+                if self._has_stepped():
+                    self._guarded(self._session.finish, self._moment())
         finally:
             self.close()
+
+    def _has_stepped(self) -> bool:
+        """Without a single boundary there is nothing to save and no end to record.
+
+        Raises:
+            UsageError: there was training all the same.
+        """
+        if self.global_step > 0:
+            return True
+        if self._is_dirty:
+            raise UsageError(
+                "training ended, but run.step() was never called: nothing was saved",
+                hint="call run.step() once after each optimizer step",
+            )
+        log.warning("nothing was trained: there is no checkpoint, and the end is not recorded")
+        return False
 
     # ------------------------------------------------------------ state
 

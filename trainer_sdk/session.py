@@ -101,6 +101,7 @@ class Session:
         self._handled_save = -1
         self._proceed_to = 0
         self._ignored_hold: tuple[int, int] | None = None
+        self._last_occasion = (-1, 0)
         self._may_overlap = True
         self._replan_reason = ""
         # Connection and plan of the last Planned: one that was lost is said again.
@@ -213,7 +214,8 @@ class Session:
             planner.make(
                 snapshot,
                 state_bytes=len(state),
-                occasion=f"{self._welcome.generation}/{moment.step}",
+                occasion=self._occasion(moment.step),
+                is_doubted=bool(self._replan_reason),
                 timeout_s=self._welcome.plan_timeout_s,
             )
             self._replan_reason = ""
@@ -228,6 +230,13 @@ class Session:
         if occasion != self._planned:
             self._planned = occasion
             self._link.post(Planned(slot_bytes=plan.slot_bytes, plan=plan.digest))
+
+    def _occasion(self, step: int) -> str:
+        """What all ranks that prove equality at this boundary call it; a second proof at the same
+        boundary must not meet the first one's answers."""
+        last_step, count = self._last_occasion
+        self._last_occasion = (step, count + 1 if step == last_step else 0)
+        return f"{self._welcome.generation}/{step}/{self._last_occasion[1]}"
 
     def _state_json(self, moment: Moment, snapshot: Snapshot) -> bytes:
         return dump_json(
@@ -286,7 +295,7 @@ class Session:
                 page=self.page,
             )
             self.stager.stage(image, is_overlapped=is_overlapped, on_staged=report)
-        except (TrainerSdkError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - a user's state_dict() may raise anything
             log.warning("step %d was not saved: %s", moment.step, error)
             reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
             self._link.post(Unsealed(slot=slot, step=moment.step, reason=reason))
@@ -371,6 +380,7 @@ class Session:
         self, moment: Moment, slot: int, limit: float, *, is_final: bool = False
     ) -> bool:
         """Stage at a hold: there is time to wait for slots that were just asked for."""
+        self._adopt_slots()  # also takes up an order to prove the equality of replicas anew
         plan = self.stager.planner.plan
         if plan is None or plan.slot_bytes > self.stager.slot_bytes:
             self._plan(moment, self._registry.snapshot())

@@ -57,6 +57,7 @@ class Planner:
         self.plan: Plan | None = None
         self._signature: tuple[object, ...] = ()
         self._own: set[str] = set()
+        self._equal: frozenset[str] = frozenset()
 
     def is_current(self, snapshot: Snapshot, *, state_bytes: int) -> bool:
         """Whether the plan still fits."""
@@ -67,18 +68,29 @@ class Planner:
         )
 
     def make(
-        self, snapshot: Snapshot, *, state_bytes: int, occasion: str, timeout_s: float
+        self,
+        snapshot: Snapshot,
+        *,
+        state_bytes: int,
+        occasion: str,
+        timeout_s: float,
+        is_doubted: bool = False,
     ) -> Plan:
         """A new plan; all ranks that plan on the same occasion compare their tensors.
+
+        Where only the JSON state has outgrown its room, which may be so on one rank alone, what was
+        proven still holds and nobody is asked, unless `is_doubted`.
 
         Raises:
             PlanError: the state does not fit into an image.
         """
+        if is_doubted or self.plan is None or self._signature != snapshot.signature():
+            self._equal = self._replicated(snapshot, occasion=occasion, timeout_s=timeout_s)
         self.plan = build_plan(
             snapshot.structure(),
             rank=self.rank,
             world_size=self.world_size,
-            replicated=self._replicated(snapshot, occasion=occasion, timeout_s=timeout_s),
+            replicated=self._equal,
             state_bytes=state_bytes,
         )
         self._signature = snapshot.signature()

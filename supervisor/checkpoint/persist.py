@@ -51,6 +51,12 @@ class PersistCancelled(SupervisorError):
     error_id = "persist_cancelled"
 
 
+class IncompleteSet(SupervisorError):
+    """Not every rank's image is here, or the log did not count the vote: nothing is committed."""
+
+    error_id = "set_incomplete"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The generation under which a set is committed."""
@@ -133,6 +139,10 @@ class PersistJob:
         on_spooled: Callable[[], None],
         flags: tuple[str, ...] = (),
     ) -> None:
+        if sorted(images) != list(range(group.world)):
+            raise IncompleteSet(
+                f"step {step}: images of ranks {sorted(images)} in a world of {group.world}"
+            )
         self._tools = tools
         self._group = group
         self._step = step
@@ -306,8 +316,12 @@ class PersistJob:
             if self._cancelled.is_set():
                 hashed.cancel()
                 return
-            view = shard.buffer.view(round_up(shard.size_bytes))
-            digest = hashlib.sha256(view[start:end]).digest()
+            try:
+                view = shard.buffer.view(round_up(shard.size_bytes))
+                digest = hashlib.sha256(view[start:end]).digest()
+            except BaseException as error:
+                hashed.set_exception(error)  # or the upload of this chunk waits for ever
+                raise
             shard.digests[index] = digest
             hashed.set_result(digest)
             self._spool_chunk(shard, view[start : start + round_up(end - start)], start)
@@ -444,8 +458,10 @@ class PersistJob:
         done = advance(
             self._tools.log, self._group.gen, deadline, part, retention=self._tools.retention
         )
+        if done.seq is None or done.step < self._step:
+            raise IncompleteSet(f"step {self._step}: the log stands at step {done.step}")
         self._forget_uploads()
-        return done.seq or 0
+        return done.seq
 
     def _forget_uploads(self) -> None:
         if self._tools.spool is None:

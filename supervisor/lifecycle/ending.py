@@ -183,6 +183,8 @@ def on_fenced(turn: Turn, event: FencedOff) -> None:
     """Another launch took over: our trainers must not go on."""
     if turn.state.phase in TERMINAL or turn.state.phase is Phase.STOPPING:
         return
+    if event.generation != turn.state.generation or not turn.state.is_claimed:
+        return  # about an older life of ours, which our own next claim has ended
     turn.report("error", "generation.fenced", generation=event.generation)
     stop(turn, after="fenced", code=FENCED, patience_s=0.0)
 
@@ -284,6 +286,11 @@ def _watch_progress(turn: Turn) -> None:
         turn.set(warned_unattached=True)
         turn.report("warning", "rank.never_attached", hint=NEVER_ATTACHED_HINT, waited_s=waited_s)
     limit_s = state.policy.hang_limit_s
+    if limit_s is not None and state.ranks and state.phase in (Phase.STARTING, Phase.RESTORING):
+        if state.is_job_alive and waited_s > limit_s:
+            turn.report("error", "job.hung", beat_age_s=round(waited_s, 1), limit_s=limit_s)
+            crash(turn, code=None, detail=f"not every rank came to training in {waited_s:.0f} s")
+        return
     beat_age_s = turn.moment.beat_age_s
     if limit_s is None or beat_age_s is None or state.phase not in saving.ACTIVE:
         return

@@ -165,11 +165,15 @@ def on_rank_at_boundary(turn: Turn, event: RankAtBoundary) -> None:
     turn.state = turn.state.with_rank(event.rank, held_at=event.step, is_ending=event.is_ending)
     if turn.state.phase is Phase.EVACUATING:
         _agree(turn)
-    elif turn.state.phase in saving.ACTIVE:
-        stage_final_if_due(turn)
     elif turn.state.phase is Phase.UPLOADING:
         # The newest staged image is being committed; there is no time for another.
         pass
+    elif turn.state.phase in (*saving.ACTIVE, Phase.STARTING, Phase.RESTORING):
+        if event.is_ending:
+            stage_final_if_due(turn)
+        else:  # it saw the hold of a notice that is gone
+            turn.state = turn.state.with_rank(event.rank, held_at=None)
+            turn.do(SendOrder(rank=event.rank, action="resume", step=event.step))
     else:
         turn.do(SendOrder(rank=event.rank, action="exit", step=event.step))
 
@@ -206,6 +210,10 @@ def _agree(turn: Turn) -> None:
 
 
 def _stage_all(turn: Turn, step: int) -> None:
+    newest = columns.newest_complete(turn.state)
+    if newest is not None and turn.state.columns[newest].step == step:
+        on_set_complete(turn, newest)  # a periodic save took this very boundary
+        return
     slot = columns.writable_slot(turn.state, may_cancel=True)
     if slot is None or not all(view.has_slots for view in turn.state.ranks.values()):
         fall_back(turn, reason="the ranks have no image slots yet")
@@ -231,9 +239,13 @@ def on_set_complete(turn: Turn, slot: int) -> None:
     if column.step != turn.state.stop_step:
         return
     turn.set(phase=Phase.UPLOADING)
-    saving.persist(turn, slot)
     for rank in sorted(turn.state.ranks):
         turn.do(SendOrder(rank=rank, action="exit", step=column.step or 0))
+    if column.persist is PersistState.COMMITTED:
+        turn.set(committed_since_notice=True)
+        on_upload_settled(turn, column.step or 0)
+    elif column.persist is not PersistState.RUNNING:
+        saving.persist(turn, slot)
 
 
 def fall_back(turn: Turn, *, reason: str) -> None:
@@ -261,7 +273,8 @@ def stage_final_if_due(turn: Turn) -> None:
     """All ranks came to the end of training: stage the final image, or let them end without."""
     state = turn.state
     held = _held(turn)
-    if state.phase not in saving.ACTIVE or len(held) < state.world_size or not held:
+    is_end = all(state.ranks[rank].is_ending for rank in held)
+    if state.phase not in saving.ACTIVE or len(held) < state.world_size or not held or not is_end:
         return
     if columns.asked_slot(state) is not None and state.finish_step is not None:
         return

@@ -107,8 +107,10 @@ class Claimed:
 
     `resume_step` is None for a fresh start; with `is_local` it is that of a set on this node that
     was staged in `local_generation`. `is_adopted`: an earlier self had claimed it for this group.
-    `resume_world` is the world size of the commit."""
+    `resume_world` is the world size of the commit. `incarnation` is that of the ClaimGeneration
+    which this answers: torchrun may have replaced the group meanwhile."""
 
+    incarnation: str
     generation: int
     resume_step: int | None
     is_local: bool
@@ -121,6 +123,7 @@ class Claimed:
 class ClaimFailed:
     """The log or the store refused, or could not be reached in time."""
 
+    incarnation: str
     error_id: str
     reason: str
     exit_code: int
@@ -130,11 +133,14 @@ class ClaimFailed:
 class ImagesReady:
     """Every byte that the ranks of this node need was fetched and verified."""
 
+    generation: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchFailed:
     """`is_checkpoint_bad`: it was set aside and an older one may do."""
 
+    generation: int
     reason: str
     is_checkpoint_bad: bool
 
@@ -229,8 +235,10 @@ class NoticeWithdrawn:
 class Spooled:
     """All images of a checkpoint are on the local disk, with their digests.
 
-    Here and below `slot` is None for a set that came from the spool and lies in no slot."""
+    Here and below `job` is the number of the Persist that this answers, and `slot` is None for a
+    set that came from the spool and lies in no slot."""
 
+    job: int
     slot: int | None
     step: int
 
@@ -239,6 +247,7 @@ class Spooled:
 class CheckpointCommitted:
     """The log names this checkpoint: it is restorable from the store."""
 
+    job: int
     slot: int | None
     step: int
     generation: int
@@ -249,6 +258,7 @@ class CheckpointCommitted:
 class PersistFailed:
     """A checkpoint did not become durable. `is_cancelled`: we ourselves gave it up."""
 
+    job: int
     slot: int | None
     step: int
     error_id: str

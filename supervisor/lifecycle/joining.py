@@ -163,7 +163,7 @@ def _claim(turn: Turn, incarnation: str) -> None:
 
 def on_claimed(turn: Turn, event: Claimed) -> None:
     """The log gave us a generation: whatever was uploading for an older one is void."""
-    if turn.state.phase is not Phase.STARTING:
+    if turn.state.phase is not Phase.STARTING or event.incarnation != turn.state.incarnation:
         turn.report("debug", "claim.late", generation=event.generation)
         return
     if not event.is_adopted:
@@ -230,7 +230,7 @@ def _welcome(turn: Turn, rank: int) -> None:
 
 def on_claim_failed(turn: Turn, event: ClaimFailed) -> None:
     """No generation, no training: end the job and say why."""
-    if turn.state.phase is not Phase.STARTING:
+    if turn.state.phase is not Phase.STARTING or event.incarnation != turn.state.incarnation:
         return
     turn.report("error", "claim.failed", error_id=event.error_id, reason=event.reason)
     turn.set(is_claiming=False)
@@ -240,9 +240,9 @@ def on_claim_failed(turn: Turn, event: ClaimFailed) -> None:
 
 def on_images_ready(turn: Turn, event: ImagesReady) -> None:
     """Hand the images to every rank that waits for them."""
-    turn.set(are_images_ready=True)
-    if turn.state.phase is not Phase.RESTORING:
+    if turn.state.phase is not Phase.RESTORING or event.generation != turn.state.generation:
         return
+    turn.set(are_images_ready=True)
     for rank, view in sorted(turn.state.ranks.items()):
         if view.is_welcomed and not view.has_restored:
             turn.do(SendImages(rank=rank))
@@ -250,11 +250,11 @@ def on_images_ready(turn: Turn, event: ImagesReady) -> None:
 
 def on_fetch_failed(turn: Turn, event: FetchFailed) -> None:
     """A bad checkpoint is set aside and the next launch takes an older one."""
+    if turn.state.phase is not Phase.RESTORING or event.generation != turn.state.generation:
+        return
     turn.report(
         "error", "fetch.failed", reason=event.reason, is_checkpoint_bad=event.is_checkpoint_bad
     )
-    if turn.state.phase is not Phase.RESTORING:
-        return
     if event.is_checkpoint_bad:
         _set_aside(turn, event.reason)
     else:
@@ -289,7 +289,9 @@ def _persist_what_is_only_here(turn: Turn) -> None:
     slot = columns.newest_complete(turn.state)
     if slot is None:
         if turn.state.is_local_resume:
-            turn.do(PersistFetched())  # it came from the spool: no slot holds it
+            turn.do(
+                PersistFetched(job=saving.next_job(turn))
+            )  # it came from the spool: no slot holds it
         return
     if turn.state.columns[slot].persist is not PersistState.COMMITTED:
         saving.persist(turn, slot)
@@ -317,9 +319,7 @@ def on_rank_planned(turn: Turn, event: RankPlanned) -> None:
     if not event.keeps_slots:
         for slot, column in enumerate(turn.state.columns):
             if event.rank in column.sealed and column.persist is not PersistState.RUNNING:
-                turn.state = turn.state.with_column(
-                    slot, replace(column, sealed=column.sealed - {event.rank})
-                )
+                turn.state = turn.state.with_column(slot, Column())
     turn.state = turn.state.with_rank(event.rank, has_slots=True)
     turn.do(AllocateSlots(rank=event.rank, slot_bytes=event.slot_bytes))
     saving.schedule(turn)

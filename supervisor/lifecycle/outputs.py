@@ -103,8 +103,9 @@ class Replan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Persist:
-    """Make the complete set in `slot` durable and commit it."""
+    """Make the complete set in `slot` durable and commit it; every answer carries `job`."""
 
+    job: int
     slot: int
     step: int
     is_urgent: bool
@@ -115,12 +116,22 @@ class Persist:
 class PersistFetched:
     """Make the restored local set durable under our generation; it lies in no slot."""
 
+    job: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelPersist:
     """Give up making this set durable: something newer counts."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellCommitted:
+    """Let the ranks know that a step is restorable from the store."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +196,7 @@ Action = (
     | Persist
     | PersistFetched
     | CancelPersist
+    | TellCommitted
     | RecordFail
     | RecordFinish
     | SetAside

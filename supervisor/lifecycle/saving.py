@@ -14,7 +14,14 @@ from supervisor.lifecycle.inputs import (
     SaveRequested,
     Spooled,
 )
-from supervisor.lifecycle.outputs import AskSave, CancelPersist, ClearSave, Persist, Replan
+from supervisor.lifecycle.outputs import (
+    AskSave,
+    CancelPersist,
+    ClearSave,
+    Persist,
+    Replan,
+    TellCommitted,
+)
 from supervisor.lifecycle.state import Column, JobState, PersistState, Phase
 from supervisor.lifecycle.turn import Turn
 
@@ -86,9 +93,10 @@ def _is_far(turn: Turn, slot: int) -> bool:
 
 def on_rank_sealed(turn: Turn, event: RankSealed) -> None:
     """Enter one rank's image; the last one makes the set whole."""
+    was_sealed = event.rank in turn.state.columns[event.slot].sealed
     turn.state = columns.sealed(turn.state, event)
     column = turn.state.columns[event.slot]
-    if not column.is_complete(turn.state.world_size):
+    if was_sealed or not column.is_complete(turn.state.world_size):
         return
     if len(column.replicas) > 1:
         _drop_unequal(turn, event.slot)
@@ -149,6 +157,7 @@ def persist(turn: Turn, slot: int) -> None:
     step = column.step
     assert step is not None
     assert turn.state.may_commit(column.generation, step)
+    assert column.is_complete(turn.state.world_size)
     column = replace(column, generation=turn.state.generation, retry_at=None)
     notice = turn.state.notice
     others = [
@@ -161,9 +170,13 @@ def persist(turn: Turn, slot: int) -> None:
         turn.state = turn.state.with_column(slot, waiting)
         return
     turn.do(*(CancelPersist(slot=other) for other in others))
-    turn.state = turn.state.with_column(slot, replace(column, persist=PersistState.RUNNING))
+    job = next_job(turn)
+    turn.state = turn.state.with_column(
+        slot, replace(column, persist=PersistState.RUNNING, job=job)
+    )
     turn.do(
         Persist(
+            job=job,
             slot=slot,
             step=step,
             is_urgent=notice is not None,
@@ -174,6 +187,12 @@ def persist(turn: Turn, slot: int) -> None:
         turn.set(phase=Phase.SAVING)
 
 
+def next_job(turn: Turn) -> int:
+    """A number for a Persist: its answers may come after its slot has got another use."""
+    turn.set(num_jobs=turn.state.num_jobs + 1)
+    return turn.state.num_jobs
+
+
 def on_spooled(turn: Turn, event: Spooled) -> None:
     """On the local disk: a reboot no longer loses it."""
     turn.report("info", "checkpoint.spooled", step=event.step)
@@ -182,15 +201,16 @@ def on_spooled(turn: Turn, event: Spooled) -> None:
 def on_committed(turn: Turn, event: CheckpointCommitted) -> None:
     """The promise of this step is made."""
     state = turn.state
-    if event.slot is not None and _is_on_its_way(state, event.slot, event.step):
+    if event.slot is not None and _is_on_its_way(state, event.slot, event.job):
         column = replace(state.columns[event.slot], persist=PersistState.COMMITTED)
         turn.state = state.with_column(event.slot, column)
     turn.set(
         has_committed=True,
         last_commit_step=max(event.step, state.last_commit_step or 0),
         num_crashes=0,
-        committed_since_notice=state.notice is not None,
+        committed_since_notice=state.committed_since_notice or _ends_evacuation(state, event),
     )
+    turn.do(TellCommitted(generation=event.generation, step=event.step))
     _settle(turn)
     if turn.state.phase is Phase.UPLOADING:
         evacuation.on_upload_settled(turn, event.step)
@@ -200,9 +220,16 @@ def on_committed(turn: Turn, event: CheckpointCommitted) -> None:
     schedule(turn)
 
 
+def _ends_evacuation(state: JobState, event: CheckpointCommitted) -> bool:
+    """Whether this commit is what a notice was to bring: nothing newer is held here."""
+    newest = columns.newest_complete(state)
+    held = -1 if newest is None else state.columns[newest].step or 0
+    return state.notice is not None and event.step >= held
+
+
 def on_persist_failed(turn: Turn, event: PersistFailed) -> None:
     """Training goes on; the set is retried unless something newer replaced it."""
-    if event.slot is not None and _is_on_its_way(turn.state, event.slot, event.step):
+    if event.slot is not None and _is_on_its_way(turn.state, event.slot, event.job):
         column = turn.state.columns[event.slot]
         wait_s = 1.0 if turn.state.phase is Phase.UPLOADING else turn.state.policy.persist_retry_s
         changed = replace(
@@ -223,16 +250,17 @@ def on_persist_failed(turn: Turn, event: PersistFailed) -> None:
     schedule(turn)
 
 
-def _is_on_its_way(state: JobState, slot: int, step: int) -> bool:
+def _is_on_its_way(state: JobState, slot: int, job: int) -> bool:
     """Whether the answer is about what the slot holds now."""
     column = state.columns[slot]
-    return column.step == step and column.persist is PersistState.RUNNING
+    return column.job == job and column.persist is PersistState.RUNNING
 
 
 def _settle(turn: Turn) -> None:
     """Begin what waited; SAVING lasts as long as a set is on its way to the store."""
     for slot, column in enumerate(turn.state.columns):
-        if column.persist is PersistState.WAITING and turn.state.phase in ACTIVE:
+        is_whole = column.is_complete(turn.state.world_size)
+        if column.persist is PersistState.WAITING and is_whole and turn.state.phase in ACTIVE:
             persist(turn, slot)
     is_busy = any(column.persist is PersistState.RUNNING for column in turn.state.columns)
     if turn.state.phase is Phase.SAVING and not is_busy:
@@ -245,7 +273,8 @@ def retry_due(turn: Turn) -> None:
     for slot, column in enumerate(turn.state.columns):
         if column.persist is not PersistState.FAILED or column.retry_at is None:
             continue
-        if slot != newest:
+        kept = turn.state.columns[newest] if newest is not None else column
+        if (column.generation, column.step or 0) < (kept.generation, kept.step or 0):
             turn.state = turn.state.with_column(slot, Column())
             turn.report("warning", "checkpoint.abandoned", step=column.step, reason="superseded")
         elif turn.now >= column.retry_at:

@@ -74,6 +74,7 @@ class Column:
     size_bytes: int = 0
     is_final: bool = False
     persist: PersistState = PersistState.NONE
+    job: int = 0
     retry_at: float | None = None
 
     def is_complete(self, world_size: int) -> bool:
@@ -116,6 +117,7 @@ class JobState:
     started_fresh: bool = False
     ranks: dict[int, RankView] = field(default_factory=dict)
     columns: tuple[Column, ...] = (Column(), Column())
+    num_jobs: int = 0
     next_save_at: float | None = None
     wanted_save: str | None = None
     has_committed: bool = False

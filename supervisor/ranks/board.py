@@ -135,6 +135,10 @@ class RankBoard:
                 slot_bytes=min((slot.size_bytes for slot in slots), default=0),
             )
             self._read_seals(seat)
+            # What an earlier supervisor asked for is void: nobody would answer.
+            page.clear_save()
+            page.clear_hold()
+            page.raise_notice(0)
             return seat
         page = ControlPage.create(f"lastgasp-page-{hello.rank}")
         if old is None:

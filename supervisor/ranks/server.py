@@ -95,7 +95,6 @@ class RankServer:
         self._stop = threading.Event()
         self._links: set[Link] = set()
         self._thread = threading.Thread(target=self._accept, name="rank-server", daemon=True)
-        self.num_refused = 0
 
     def start(self) -> None:
         """Bind and listen. A socket left by a killed supervisor is replaced: we hold the lock.
@@ -152,7 +151,6 @@ class RankServer:
         )
         self._links = {link for link in self._links if not link.is_closed}
         if uid not in (os.getuid(), 0) or len(self._links) >= MAX_LINKS:
-            self.num_refused += 1
             sock.close()
             return
         link = Link(sock, peer_pid=pid, post=self._post)

@@ -83,7 +83,12 @@ class Life:
         )
 
     def claim(self, generation: int = 1, resume_step: int | None = None, **more: Any) -> list[Any]:
-        options = {"is_local": False, "is_adopted": False, **more}
+        options = {
+            "is_local": False,
+            "is_adopted": False,
+            "incarnation": self.state.incarnation or "",
+            **more,
+        }
         return self.feed(inputs.Claimed(generation=generation, resume_step=resume_step, **options))
 
     def train(self, step: int = 0, *, keeps_slots: bool = False) -> list[Any]:
@@ -122,9 +127,28 @@ class Life:
     def commit(self, slot: int, step: int) -> list[Any]:
         return self.feed(
             inputs.CheckpointCommitted(
-                slot=slot, step=step, generation=self.state.generation, seq=step
+                job=self.state.columns[slot].job,
+                slot=slot,
+                step=step,
+                generation=self.state.generation,
+                seq=step,
             )
         )
+
+    def fail_persist(self, slot: int, step: int, *, is_cancelled: bool = False) -> list[Any]:
+        return self.feed(
+            inputs.PersistFailed(
+                job=self.state.columns[slot].job,
+                slot=slot,
+                step=step,
+                error_id="store_unreachable",
+                reason="x",
+                is_cancelled=is_cancelled,
+            )
+        )
+
+    def bring_images(self) -> list[Any]:
+        return self.feed(inputs.ImagesReady(generation=self.state.generation))
 
     def notice(self, lead_s: float = 30.0, **options: Any) -> list[Any]:
         values = {"source": "ec2", "kind": NoticeKind.RECLAIM, **options}
@@ -156,11 +180,11 @@ EVERY_EVENT: list[Event] = [
     inputs.RankJoined(rank=0, world_size=2, incarnation="z", generation=0, has_restored=False),
     inputs.RankJoined(rank=1, world_size=2, incarnation="a1", generation=1, has_restored=True),
     inputs.RankLost(rank=0),
-    inputs.Claimed(generation=2, resume_step=3, is_local=False, is_adopted=False),
-    inputs.ClaimFailed(error_id="fenced", reason="x", exit_code=77),
-    inputs.ImagesReady(),
-    inputs.FetchFailed(reason="x", is_checkpoint_bad=True),
-    inputs.FetchFailed(reason="x", is_checkpoint_bad=False),
+    inputs.Claimed(incarnation="a0", generation=2, resume_step=3, is_local=False, is_adopted=False),
+    inputs.ClaimFailed(incarnation="a0", error_id="fenced", reason="x", exit_code=77),
+    inputs.ImagesReady(generation=1),
+    inputs.FetchFailed(generation=1, reason="x", is_checkpoint_bad=True),
+    inputs.FetchFailed(generation=1, reason="x", is_checkpoint_bad=False),
     inputs.RankRestored(rank=0, step=3),
     inputs.RankRestoreFailed(rank=0, reason="x", is_checkpoint_bad=True),
     inputs.RankRestoreFailed(rank=0, reason="x", is_checkpoint_bad=False),
@@ -174,10 +198,10 @@ EVERY_EVENT: list[Event] = [
     inputs.NoticeReceived(notice=replace(NOTICE, kind=NoticeKind.ADVICE)),
     inputs.NoticeReceived(notice=replace(NOTICE, kind=NoticeKind.STOP, source="sigterm")),
     inputs.NoticeWithdrawn(source="ec2"),
-    inputs.Spooled(slot=0, step=9),
-    inputs.CheckpointCommitted(slot=0, step=9, generation=1, seq=4),
-    inputs.PersistFailed(slot=0, step=9, error_id="x", reason="x"),
-    inputs.PersistFailed(slot=0, step=9, error_id="x", reason="x", is_cancelled=True),
+    inputs.Spooled(job=1, slot=0, step=9),
+    inputs.CheckpointCommitted(job=1, slot=0, step=9, generation=1, seq=4),
+    inputs.PersistFailed(job=1, slot=0, step=9, error_id="x", reason="x"),
+    inputs.PersistFailed(job=1, slot=0, step=9, error_id="x", reason="x", is_cancelled=True),
     inputs.FinishRecorded(is_durable=True),
     inputs.FinishRecorded(is_durable=False, reason="x"),
     inputs.FencedOff(generation=3),
@@ -192,7 +216,7 @@ def a_state(phase: Phase) -> JobState:
         for rank in range(WORLD)
     }
     sealed = frozenset(range(WORLD))
-    column = Column(step=9, generation=1, sealed=sealed, persist=PersistState.RUNNING)
+    column = Column(step=9, generation=1, sealed=sealed, persist=PersistState.RUNNING, job=1)
     done = Column(step=5, generation=1, sealed=sealed, persist=PersistState.COMMITTED)
     is_leaving = phase in (Phase.EVACUATING, Phase.UPLOADING, Phase.EVACUATED)
     return JobState(
@@ -258,7 +282,7 @@ def test_images_are_fetched_once_and_sent_to_every_rank():
     life.join()
 
     fetches = of(outputs.FetchImages, life.claim(resume_step=10))
-    sent = of(outputs.SendImages, life.feed(inputs.ImagesReady()))
+    sent = of(outputs.SendImages, life.bring_images())
     life.train(10)
 
     assert len(fetches) == 1
@@ -331,7 +355,7 @@ def test_a_failed_persist_is_retried_and_training_goes_on():
     life.to_training()
     life.seal(0, 5)
 
-    life.feed(inputs.PersistFailed(slot=0, step=5, error_id="store_unreachable", reason="x"))
+    life.fail_persist(0, 5)
     at_once = of(outputs.Persist, life.wait(1))
     later = of(outputs.Persist, life.wait(FAST.persist_retry_s))
 
@@ -410,7 +434,7 @@ def test_ranks_that_do_not_come_in_time_leave_the_newest_staged_image_to_be_comm
     life.to_training()
     life.steps = {0: 5, 1: 5}
     life.seal(0, 5)
-    life.feed(inputs.PersistFailed(slot=0, step=5, error_id="x", reason="x"))
+    life.fail_persist(0, 5)
     life.notice(lead_s=20)
 
     found = life.wait(16)
@@ -579,7 +603,7 @@ def test_after_a_crash_the_whole_set_in_memory_is_offered_and_flushed_anew():
     claims = of(outputs.ClaimGeneration, life.join("b"))
     claimed = life.claim(generation=2, resume_step=5, is_local=True, local_generation=1)
     cancelled = of(outputs.CancelPersist, claimed)
-    life.feed(inputs.ImagesReady())
+    life.bring_images()
     persisted = of(outputs.Persist, life.train(5, keeps_slots=True))
 
     assert claims[0].in_memory == (1, 5, 0)
@@ -594,7 +618,9 @@ def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_the_job_relaunched():
     life.join()
     life.claim(resume_step=10)
 
-    found = life.feed(inputs.FetchFailed(reason="flipped byte", is_checkpoint_bad=True))
+    found = life.feed(
+        inputs.FetchFailed(generation=1, reason="flipped byte", is_checkpoint_bad=True)
+    )
     life.feed(inputs.JobStopped())
 
     assert of(outputs.SetAside, found)
@@ -666,7 +692,7 @@ def test_a_fenced_group_is_stopped_and_not_started_again():
     life = Life()
     life.to_training()
 
-    found = life.feed(inputs.FencedOff(generation=9))
+    found = life.feed(inputs.FencedOff(generation=1))
     gone = life.feed(inputs.JobStopped())
 
     assert [action.patience_s for action in of(outputs.StopJob, found)] == [0.0]
@@ -798,7 +824,7 @@ def test_a_set_that_the_claim_did_not_name_is_never_committed_under_it(is_failed
     life.to_training()
     life.seal(0, 5)
     if is_failed:
-        life.feed(inputs.PersistFailed(slot=0, step=5, error_id="x", reason="x"))
+        life.fail_persist(0, 5)
     life.feed(inputs.JobExited(code=-9), inputs.JobStopped())
     life.wait(10)
     life.feed(inputs.JobLaunched(pid=2))
@@ -806,7 +832,7 @@ def test_a_set_that_the_claim_did_not_name_is_never_committed_under_it(is_failed
     before = len(life.actions)
 
     life.claim(generation=2, resume_step=3)
-    life.feed(inputs.ImagesReady())
+    life.bring_images()
     life.train(3, keeps_slots=True)
     life.wait(60)
     life.notice(lead_s=20)
@@ -822,9 +848,9 @@ def test_a_local_set_from_the_spool_is_flushed_under_the_new_generation():
     life.join()
 
     life.claim(generation=2, resume_step=5, is_local=True, local_generation=1)
-    life.feed(inputs.ImagesReady())
+    life.bring_images()
     found = life.train(5)
-    after = life.feed(inputs.CheckpointCommitted(slot=None, step=5, generation=2, seq=9))
+    after = life.feed(inputs.CheckpointCommitted(job=1, slot=None, step=5, generation=2, seq=9))
 
     assert len(of(outputs.PersistFetched, found)) == 1
     assert life.state.last_commit_step == 5
@@ -841,3 +867,138 @@ def test_a_notice_before_a_local_set_is_committed_tells_that_the_older_one_stand
     gone = life.feed(inputs.JobStopped())
 
     assert [action.code for action in of(outputs.Exit, gone)] == [76]
+
+
+# ---------------------------------------------------------------- answers that come too late
+
+
+def next_life(life: Life, **claim: Any) -> None:
+    """The trainers died, and the next group is being claimed as generation 2."""
+    life.feed(inputs.JobExited(code=-9), inputs.JobStopped())
+    life.wait(10)
+    life.feed(inputs.JobLaunched(pid=2))
+    life.join("b")
+    if claim:
+        life.claim(generation=2, **claim)
+
+
+LATE: list[Event] = [
+    inputs.FencedOff(generation=1),
+    inputs.ClaimFailed(incarnation="a0", error_id="fenced", reason="x", exit_code=77),
+    inputs.Claimed(incarnation="a0", generation=1, resume_step=1, is_local=False, is_adopted=False),
+    inputs.ImagesReady(generation=1),
+    inputs.FetchFailed(generation=1, reason="flipped byte", is_checkpoint_bad=True),
+    inputs.FetchFailed(generation=1, reason="store away", is_checkpoint_bad=False),
+]
+
+
+@pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_an_answer_meant_for_the_generation_before_does_nothing(event: Event, is_claimed: bool):
+    life = Life()
+    life.to_training()
+    next_life(life, **({"resume_step": 3} if is_claimed else {}))
+    before = life.state
+
+    found = life.feed(event)
+
+    assert found == []
+    assert life.state == before
+
+
+def test_a_cancelled_upload_that_ends_late_does_not_free_the_slot_that_is_uploaded_anew():
+    """Its slot holds the set that was resumed from, and the new generation is reading it."""
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+    old_job = life.state.columns[0].job
+    next_life(life, resume_step=5, is_local=True, local_generation=1)
+    life.bring_images()
+    life.train(5, keeps_slots=True)
+
+    life.feed(
+        inputs.PersistFailed(
+            job=old_job, slot=0, step=5, error_id="x", reason="x", is_cancelled=True
+        )
+    )
+
+    assert life.state.columns[0].persist is PersistState.RUNNING
+    assert life.state.columns[0].job != old_job
+
+
+def test_a_notice_at_the_boundary_of_a_periodic_save_uploads_that_save():
+    """Staging the same step again would cost lead time and bring nothing."""
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+    life.seal(0, 5)
+    life.notice()
+
+    orders = of(outputs.SendOrder, life.hold(5))
+    left = life.commit(0, 5)
+
+    assert [order.action for order in orders] == ["exit", "exit"]
+    assert of(outputs.StopJob, left)
+    assert life.state.committed_since_notice
+
+
+def test_a_second_seal_of_one_rank_starts_no_second_upload():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+
+    found = life.feed(
+        inputs.RankSealed(rank=0, slot=0, step=5, image_bytes=1000, replicas="", is_final=False)
+    )
+
+    assert of(outputs.Persist, found) == []
+
+
+def test_a_rank_that_outgrew_its_slots_takes_a_waiting_set_with_it():
+    """An incomplete set must never be uploaded."""
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+    life.seal(1, 10)
+    life.feed(inputs.RankPlanned(rank=1, slot_bytes=9999, keeps_slots=False))
+
+    found = life.commit(0, 5)
+
+    assert of(outputs.Persist, found) == []
+
+
+def test_an_older_upload_that_lands_after_the_notice_is_not_what_the_notice_brought():
+    life = Life()
+    life.to_training()
+    life.seal(0, 5)
+    life.notice()
+    orders = of(outputs.SendOrder, life.hold(8))
+    life.seal(orders[0].slot, 8)
+
+    life.feed(inputs.CheckpointCommitted(job=1, slot=None, step=5, generation=1, seq=5))
+
+    assert not life.state.committed_since_notice
+
+
+def test_a_rank_that_holds_without_a_notice_is_sent_on():
+    """It saw the hold of an earlier supervisor, or of a notice that was withdrawn meanwhile."""
+    life = Life()
+    life.to_training()
+
+    found = life.feed(inputs.RankAtBoundary(rank=0, step=4))
+
+    assert [(o.rank, o.action) for o in of(outputs.SendOrder, found)] == [(0, "resume")]
+    assert life.state.finish_step is None
+
+
+def test_ranks_that_never_come_to_training_are_started_again_after_the_hang_limit():
+    life = Life(Policy(hang_limit_s=60))
+    life.launch()
+    life.feed(
+        inputs.RankJoined(rank=0, world_size=2, incarnation="a0", generation=0, has_restored=False)
+    )
+
+    life.wait(61)
+
+    assert life.reported("job.hung")
+    assert life.state.after_stop == "relaunch"

@@ -407,15 +407,32 @@ def test_finish_saves_the_final_state_and_waits_for_the_record(
         script.run.step()
 
 
-def test_finish_without_a_single_step_saves_too(supervisor: FakeSupervisor) -> None:
+def test_finish_without_any_training_records_no_end(
+    supervisor: FakeSupervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has no place for a checkpoint of step 0."""
     supervisor.start()
-    supervisor.orders.append([STAGE])
-    script = Script()
-    script.run.restore()
-    script.run.finish()
+    with trainer_sdk.attach(model=nn.Linear(2, 2)) as run:
+        run.restore()
 
-    supervisor.wait_for(Finished)
-    assert list(supervisor.images) == [0]
+    assert not supervisor.all_of(Sealed)
+    assert "nothing was trained" in caplog.text
+
+
+def test_training_without_run_step_is_told_at_the_end(supervisor: FakeSupervisor) -> None:
+    """Otherwise all of it would be lost in silence."""
+    supervisor.start()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = trainer_sdk.attach(model=model, optimizer=optimizer)
+    run.restore()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    with pytest.raises(UsageError, match="run.step\\(\\) was never called"):
+        run.finish()
+
+    assert not supervisor.all_of(Sealed)
 
 
 def test_finish_with_a_lost_supervisor_only_warns(
