@@ -144,9 +144,9 @@ class Run:
         if self._is_closed:
             return
         try:
-            if self._session is not None and self.receipt is not None:
-                if self._has_stepped():
-                    self._guarded(self._session.finish, self._moment())
+            session = self._session if self.receipt is not None else None
+            if session is not None and self._has_stepped():
+                self._guarded(session.finish, self._moment())
         finally:
             self.close()
 
