@@ -29,6 +29,17 @@ class OptimizerObject:
     kind = "optimizer"
 
     def __init__(self, name: str, optimizer: Optimizer, parameter_names: ParameterNames) -> None:
+        """Raises:
+        UnsupportedState: it keeps its state elsewhere than torch's own optimizers do, so taking
+            what lies there would lose it in silence.
+        """
+        if type(optimizer).state_dict is not Optimizer.state_dict:
+            raise UnsupportedState(
+                name,
+                f"{type(optimizer).__name__} has a state_dict() of its own",
+                hint="attach the torch optimizer that it wraps; sharded optimizer state is not "
+                "supported yet",
+            )
         self.name = name
         self.optimizer = optimizer
         self._parameter_names = parameter_names
@@ -81,6 +92,7 @@ class OptimizerObject:
 
         groups, states = [], {}
         names_of = self.group_names()
+        self._refuse_strays()
         for number, group in enumerate(self.optimizer.param_groups):
             values = {key: value for key, value in group.items() if key not in _NOT_SAVED}
             path = self._group_path(names_of[number])
@@ -90,6 +102,17 @@ class OptimizerObject:
                 if state:
                     states[name] = encode_tree(dict(state), f"{self.name}/state/{name}", put)
         return {"groups": groups, "state": states}
+
+    def _refuse_strays(self) -> None:
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for key in self.optimizer.state:
+            if id(key) not in known:
+                shown = "another tensor" if isinstance(key, torch.Tensor) else repr(key)
+                raise UnsupportedState(
+                    f"{self.name}/state",
+                    f"state of {shown}, which is none of its parameters",
+                    hint="keep it in an object of its own with state_dict(), and attach that",
+                )
 
     def mismatches(self, state: Any, saved: SavedReader) -> list[str]:
         live = {name for names in self.group_names() for name in names}

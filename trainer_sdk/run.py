@@ -109,8 +109,7 @@ class Run:
             mark += loader.position
         self._mark = mark
         words = self._words
-        # The order matters: the supervisor writes ACT_AT before it reads STEP, so one of the two
-        # always sees the other.
+        # The order matters: the supervisor writes ACT_AT before it reads STEP; see control_page.
         words[STEP] = step
         words[BEAT_NS] = time.monotonic_ns()
         if step >= words[ACT_AT] or step >= self._look_at:

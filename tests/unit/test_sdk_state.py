@@ -725,3 +725,30 @@ def test_file_of_many_buffers_equals_the_mapped_image() -> None:
     )
 
     assert stage(registry, is_file=True) == stage(registry)
+
+
+class WithStateOfItsOwn(torch.optim.SGD):
+    """As sharding and wrapping optimizers are: the inherited attributes do not tell their state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"elsewhere": 1, **super().state_dict()}
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(UnsupportedState, match="WithStateOfItsOwn") as caught:
+        Registry().add_all({"model": model, "sharded": WithStateOfItsOwn(model.parameters(), lr=1)})
+
+    assert "sharded" in str(caught.value)
+
+
+def test_optimizer_state_of_no_parameter_is_refused_when_it_appears() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    registry = Registry()
+    registry.add_all({"model": model, "optimizer": optimizer})
+    optimizer.state["global"] = {"count": 1}  # type: ignore[index]
+
+    with pytest.raises(UnsupportedState, match="'global'"):
+        registry.snapshot()

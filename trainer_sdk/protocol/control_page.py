@@ -5,7 +5,9 @@ writes the first sixteen words and nothing else; the rank writes the rest. A slo
 its commit word: zero while the slot is empty or being written, and written last.
 
 A rank publishes its boundary (`step`) before it reads `act_at`; the supervisor writes `act_at`
-before it reads `step`. So one of them always sees the other (FORMAT.md, "Control page").
+before it reads `step`. So one of the two sees the other, but for what a processor may still hold in
+its store buffer; the stop step therefore rises to wherever a late rank turns up, and a save that a
+rank passed is dropped (FORMAT.md, "Control page").
 """
 
 from __future__ import annotations
