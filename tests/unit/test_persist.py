@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from supervisor import inspecting
 from supervisor.checkpoint.chunks import CHUNK_BYTES
-from supervisor.checkpoint.persist import PersistCancelled
+from supervisor.checkpoint.persist import IncompleteSet, PersistCancelled, PersistJob
 from supervisor.clock import SystemClock
 from supervisor.commit.reader import list_commits
 from supervisor.errors import Fenced, TransientStoreError, UploadAbandoned
@@ -475,3 +475,21 @@ def test_a_job_leaves_no_descriptor_behind(workshop: Workshop) -> None:
     workshop.persist(some_images(1), step=20)
 
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_a_set_without_every_ranks_image_is_never_begun(workshop: Workshop) -> None:
+    group = workshop.claim(2)
+    images = in_slots(some_images(1))
+
+    with pytest.raises(IncompleteSet, match=r"ranks \[0\] in a world of 2"):
+        PersistJob(workshop.tools, group=group, step=5, images=images, on_spooled=lambda: None)
+
+    assert workshop.steps() == []
+
+
+def test_a_step_that_the_log_does_not_take_is_not_told_as_committed(workshop: Workshop) -> None:
+    """Step 0 has no place in the log: it begins after it."""
+    with pytest.raises(IncompleteSet, match="the log stands at step 0"):
+        workshop.persist(some_images(1), step=0)
+
+    assert workshop.steps() == []
