@@ -278,6 +278,12 @@ def _watch_training(turn: Turn) -> None:
         stop(turn, after="fail", code=NOT_DURABLE, patience_s=60.0)
 
 
+def _waits_for_ranks(state: JobState) -> bool:
+    """Whether it is the ranks that the start waits for, and not our own claim or download."""
+    is_theirs = not state.is_claiming and (state.phase is Phase.STARTING or state.are_images_ready)
+    return state.is_job_alive and bool(state.ranks) and is_theirs
+
+
 def _watch_progress(turn: Turn) -> None:
     state = turn.state
     waited_s = turn.now - state.launched_at
@@ -286,10 +292,11 @@ def _watch_progress(turn: Turn) -> None:
         turn.set(warned_unattached=True)
         turn.report("warning", "rank.never_attached", hint=NEVER_ATTACHED_HINT, waited_s=waited_s)
     limit_s = state.policy.hang_limit_s
-    if limit_s is not None and state.ranks and state.phase in (Phase.STARTING, Phase.RESTORING):
-        if state.is_job_alive and waited_s > limit_s:
-            turn.report("error", "job.hung", beat_age_s=round(waited_s, 1), limit_s=limit_s)
-            crash(turn, code=None, detail=f"not every rank came to training in {waited_s:.0f} s")
+    if limit_s is not None and state.phase in (Phase.STARTING, Phase.RESTORING):
+        stuck_s = turn.now - state.waiting_since
+        if _waits_for_ranks(state) and stuck_s > limit_s:
+            turn.report("error", "job.hung", beat_age_s=round(stuck_s, 1), limit_s=limit_s)
+            crash(turn, code=None, detail=f"not every rank came to training in {stuck_s:.0f} s")
         return
     beat_age_s = turn.moment.beat_age_s
     if limit_s is None or beat_age_s is None or state.phase not in saving.ACTIVE:

@@ -49,7 +49,7 @@ DEPARTING = frozenset(
 
 def on_started(turn: Turn, event: Started) -> None:
     """Launch the job, or wait for the ranks of the one that already runs."""
-    turn.set(launched_at=turn.now)
+    turn.set(launched_at=turn.now, waiting_since=turn.now)
     if event.is_taken_up:
         turn.set(is_job_alive=True)
         turn.report("info", "job.taken_up")
@@ -59,7 +59,7 @@ def on_started(turn: Turn, event: Started) -> None:
 
 def on_job_launched(turn: Turn, event: JobLaunched) -> None:
     """A new group is on its way; a notice may have come between the order and the launch."""
-    turn.set(is_job_alive=True, launched_at=turn.now)
+    turn.set(is_job_alive=True, launched_at=turn.now, waiting_since=turn.now)
     turn.report("info", "job.launched", pid=event.pid)
     if turn.state.phase is not Phase.STARTING:
         turn.do(StopJob(patience_s=0.0))
@@ -178,6 +178,7 @@ def on_claimed(turn: Turn, event: Claimed) -> None:
         started_fresh=turn.state.started_fresh or event.resume_step is None,
         has_committed=False,
         phase=Phase.RESTORING,
+        waiting_since=turn.now,
         are_images_ready=event.resume_step is None,
     )
     _drop_foreign_columns(turn)
@@ -242,7 +243,7 @@ def on_images_ready(turn: Turn, event: ImagesReady) -> None:
     """Hand the images to every rank that waits for them."""
     if turn.state.phase is not Phase.RESTORING or event.generation != turn.state.generation:
         return
-    turn.set(are_images_ready=True)
+    turn.set(are_images_ready=True, waiting_since=turn.now)
     for rank, view in sorted(turn.state.ranks.items()):
         if view.is_welcomed and not view.has_restored:
             turn.do(SendImages(rank=rank))

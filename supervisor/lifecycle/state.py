@@ -104,6 +104,7 @@ class JobState:
     phase: Phase = Phase.STARTING
     is_job_alive: bool = False
     launched_at: float = 0.0
+    waiting_since: float = 0.0
     world_size: int = 0
     incarnation: str | None = None
     generation: int = 0

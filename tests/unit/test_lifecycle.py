@@ -994,11 +994,25 @@ def test_a_rank_that_holds_without_a_notice_is_sent_on():
 def test_ranks_that_never_come_to_training_are_started_again_after_the_hang_limit():
     life = Life(Policy(hang_limit_s=60))
     life.launch()
-    life.feed(
-        inputs.RankJoined(rank=0, world_size=2, incarnation="a0", generation=0, has_restored=False)
-    )
+    life.join()
+    life.claim(resume_step=3)
+    life.bring_images()
 
     life.wait(61)
 
     assert life.reported("job.hung")
     assert life.state.after_stop == "relaunch"
+
+
+def test_a_long_download_of_ours_is_not_taken_for_ranks_that_hang():
+    life = Life(Policy(hang_limit_s=60))
+    life.launch()
+    life.join()
+    life.claim(resume_step=3)
+
+    life.wait(600)
+    life.bring_images()
+    life.wait(59)
+
+    assert life.reported("job.hung") == []
+    assert life.state.phase is Phase.RESTORING
