@@ -172,7 +172,11 @@ class Session:
             raise RestoreError(error.message, hint=error.hint) from error
 
     def report_restored(self, receipt: Receipt) -> None:
-        """Tell the supervisor that training begins."""
+        """Tell the supervisor that training begins, and what a resume will not bring back."""
+        for loader in self._registry.loaders:
+            if loader.approximate_reason:
+                text = f"{loader.name} is not exactly resumable: {loader.approximate_reason}"
+                self._link.post(Note(event="loader.approximate", text=text))
         self._link.update_hello(has_restored=True)
         self._set_state(RankState.TRAINING)
         self._link.post(

@@ -774,3 +774,17 @@ def test_a_process_with_a_thousand_open_files_reaches_its_supervisor(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert receipt.is_fresh
+
+
+def test_a_loader_that_cannot_be_continued_is_told_before_it_matters(
+    supervisor: FakeSupervisor,
+) -> None:
+    """In the supervisor's log and status from the first start, not after the first resume."""
+    supervisor.start()
+    loader = DataLoader([1, 2, 3], shuffle=True)  # type: ignore[arg-type]
+    with trainer_sdk.attach(model=nn.Linear(2, 2), dataloader=loader) as run:
+        run.restore()
+        note = supervisor.wait_for(Note)
+        run.close()
+
+    assert "ResumableSampler" in note.text
