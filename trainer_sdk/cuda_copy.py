@@ -82,15 +82,21 @@ class DeviceCopy:
             self._thread.join()
 
     def release(self) -> None:
-        """Order the current streams after the copy, and check that nothing changed before it.
+        """Check that nothing changed so far, and order the current streams after the copy.
 
-        The host is not held up by the copy itself, only by the small check.
+        The host waits for the check, so for what is queued before the optimizer's step, but not for
+        the copy. Never raises: this runs inside the user's optimizer.
         """
-        if not self._is_checked.is_set():
-            self._waiting_since = time.perf_counter()
+        if self._is_checked.is_set():
+            return
+        self._waiting_since = time.perf_counter()
+        try:
+            self._fault = self._changed()
             for event, index in zip(self._copied, self._devices, strict=True):
                 torch.cuda.current_stream(index).wait_event(event)
-            self._fault = self._changed()
+        except RuntimeError as error:
+            self._fault = f"the copy could not be ordered before the optimizer's step: {error}"
+        finally:
             self._is_checked.set()
 
     def _changed(self) -> str:
@@ -106,11 +112,15 @@ class DeviceCopy:
         return ""
 
     def _finish(self) -> None:
-        for event in self._copied:
-            event.synchronize()
+        failed = ""
+        try:
+            for event in self._copied:
+                event.synchronize()
+        except RuntimeError as error:
+            failed = f"the copy failed: {error}"
         self._is_checked.wait()
         waited_s = time.perf_counter() - self._waiting_since if self._waiting_since else 0.0
-        self._on_done(self._fault, waited_s)
+        self._on_done(failed or self._fault, waited_s)
 
 
 def _new_stream(index: int) -> torch.cuda.Stream:

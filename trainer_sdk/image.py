@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -76,6 +77,10 @@ class MappedSlot:
             result = _cudart().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 0)
             # Copies also work from memory that is not registered, only slower.
             self._is_registered = int(result) == 0
+            if not self._is_registered:
+                # The runtime keeps the error for the next launch check, which would be the user's.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
 
     def release(self) -> None:
         """Let go of the memory; what the slot holds stays."""

@@ -338,6 +338,39 @@ def test_verify_finds_a_missing_and_a_short_shard_without_reading_data(
     assert found == ["shard_missing", "shard_corrupt"]
 
 
+def test_gc_shows_and_only_with_delete_removes_what_retention_let_go(
+    lastgasp: Shell, workshop: Workshop
+) -> None:
+    for step in (10, 20, 30, 40, 50, 60):
+        workshop.persist(some_images(1, seed=step), step=step)
+    before = len(workshop.data_files())
+
+    shown = lastgasp("gc", "--json", "--grace", "0s")
+    after_showing = len(workshop.data_files())
+    deleted = lastgasp("gc", "--json", "--grace", "0s", "--delete")
+
+    assert shown.document["is_dry_run"] is True
+    assert shown.document["num_objects"] > 0
+    assert after_showing == before
+    assert deleted.document["is_dry_run"] is False
+    assert len(workshop.data_files()) == len(workshop.steps()) < before
+    assert lastgasp("verify", "--read-data", "100%").code == 0
+
+
+def test_poison_sets_a_checkpoint_aside_and_unpoison_takes_that_back(
+    lastgasp: Shell, workshop: Workshop
+) -> None:
+    workshop.persist(some_images(1), step=10)
+
+    poisoned = lastgasp("poison", "1-10", "--reason", "nan")
+    marked = lastgasp("ls", "--json").document["checkpoints"][0]["is_bad"]
+    lastgasp("unpoison", "1-10")
+
+    assert poisoned.code == 0
+    assert marked is True
+    assert lastgasp("ls", "--json").document["checkpoints"][0]["is_bad"] is False
+
+
 @pytest.mark.parametrize("share", ["0", "101%", "much", "nan"])
 def test_a_share_that_is_none_is_64(lastgasp: Shell, workshop: Workshop, share: str) -> None:
     ran = lastgasp("verify", "--json", f"--read-data={share}")
