@@ -6,7 +6,6 @@ that needs the time receives a `Clock` as an argument; the pure modules receive 
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,8 +69,3 @@ class Deadline:
     def sooner(self, seconds: float) -> float:
         """The smaller of `seconds` and what is left: a timeout for one call."""
         return min(seconds, self.remaining_s())
-
-
-def wait_for(event: threading.Event, deadline: Deadline) -> bool:
-    """Wait for a thread's event, no longer than the deadline."""
-    return event.wait(deadline.remaining_s())

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from supervisor.errors import ConfigError
 from supervisor.units import parse_duration
@@ -461,9 +461,6 @@ def json_schema() -> dict[str, Any]:
         "properties": properties,
         "required": ["job", "store"],
     }
-
-
-StagingChoice = Literal["auto", "memory", "disk"]
 
 
 def runtime_dir(config: Config, environ: Mapping[str, str]) -> str:

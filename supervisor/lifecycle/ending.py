@@ -75,7 +75,7 @@ def crash(turn: Turn, *, code: int | None, detail: str) -> None:
     state = turn.state
     num_crashes = state.num_crashes + 1
     training_code = code if code is not None and code > 0 else 1
-    turn.set(num_crashes=num_crashes, training_code=training_code)
+    turn.set(num_crashes=num_crashes)
     turn.report(
         "error", "job.crashed", exit_code=code, detail=detail, num_crashes=num_crashes,
         max_crashes=state.policy.max_crashes,
@@ -236,7 +236,6 @@ def _relaunch_at(turn: Turn, at: float) -> None:
         is_claimed=False,
         is_claiming=False,
         are_images_ready=False,
-        is_new_life=True,
         notices=(),
         stop_step=None,
         stop_slot=None,

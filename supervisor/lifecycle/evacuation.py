@@ -319,14 +319,19 @@ def on_notice_withdrawn(turn: Turn, event: NoticeWithdrawn) -> None:
     turn.set(notices=left)
     if left:
         return  # others stand: the machine still goes
-    if turn.state.phase is Phase.EVACUATING:
+    is_training_on = turn.state.phase is Phase.UPLOADING and turn.state.is_staged_fallback
+    if turn.state.phase is Phase.EVACUATING or is_training_on:
         turn.do(ClearHold())
         for rank, step in sorted(_held(turn).items()):
             turn.state = turn.state.with_rank(rank, held_at=None)
             turn.do(SendOrder(rank=rank, action="resume", step=step))
-        turn.set(phase=Phase.SAVING, stop_step=None, stop_slot=None, evacuate_until=None)
-    elif turn.state.phase is Phase.UPLOADING and turn.state.is_staged_fallback:
-        turn.set(phase=Phase.SAVING, is_staged_fallback=False)
+        turn.set(
+            phase=Phase.SAVING,
+            stop_step=None,
+            stop_slot=None,
+            evacuate_until=None,
+            is_staged_fallback=False,
+        )
     elif turn.state.phase in (Phase.UPLOADING, Phase.EVACUATED, Phase.STOPPING):
         turn.set(after_stop="relaunch", exit_code=None)
 

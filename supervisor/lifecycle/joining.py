@@ -120,7 +120,6 @@ def _begin_group(turn: Turn) -> None:
         is_claimed=False,
         is_claiming=False,
         are_images_ready=False,
-        is_new_life=True,
     )
     ending.drop_incomplete(turn)
 
@@ -279,7 +278,7 @@ def on_rank_restored(turn: Turn, event: RankRestored) -> None:
 def _training_if_whole(turn: Turn) -> None:
     if turn.state.phase is not Phase.RESTORING or not turn.state.is_training:
         return
-    turn.set(phase=Phase.TRAINING, is_new_life=False)
+    turn.set(phase=Phase.TRAINING)
     turn.report("info", "restore.completed", step=turn.state.resume_step)
     _persist_what_is_only_here(turn)
     saving.schedule(turn)

@@ -108,8 +108,6 @@ class Persist:
     job: int
     slot: int
     step: int
-    is_urgent: bool
-    deadline_at: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,15 +174,7 @@ def persist(turn: Turn, slot: int) -> None:
     turn.state = turn.state.with_column(
         slot, replace(column, persist=PersistState.RUNNING, job=job)
     )
-    turn.do(
-        Persist(
-            job=job,
-            slot=slot,
-            step=step,
-            is_urgent=notice is not None,
-            deadline_at=notice.deadline_at if notice else None,
-        )
-    )
+    turn.do(Persist(job=job, slot=slot, step=step))
     if turn.state.phase is Phase.TRAINING:
         turn.set(phase=Phase.SAVING)
 

@@ -55,7 +55,6 @@ class Policy:
     after_notice: str = "exit"
     save_on_advice: bool = True
     allow_fresh: bool = False
-    stage_reserve_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +110,6 @@ class JobState:
     is_claimed: bool = False
     is_claiming: bool = False
     are_images_ready: bool = False
-    is_new_life: bool = True
     resume_step: int | None = None
     is_local_resume: bool = False
     local_generation: int | None = None
@@ -138,7 +136,6 @@ class JobState:
     finish_since: float | None = None
     is_finish_recorded: bool = False
     has_left_early: bool = False
-    training_code: int | None = None
     warned_unattached: bool = False
 
     def with_rank(self, rank: int, **changes: object) -> JobState:

@@ -1016,3 +1016,21 @@ def test_a_long_download_of_ours_is_not_taken_for_ranks_that_hang():
 
     assert life.reported("job.hung") == []
     assert life.state.phase is Phase.RESTORING
+
+
+def test_a_notice_withdrawn_after_the_fall_back_lets_ranks_that_still_hold_train_on():
+    """Their hold was raised before the fall-back, and nobody else would answer them."""
+    life = Life()
+    life.to_training()
+    life.steps = {0: 5, 1: 5}
+    life.seal(0, 5)
+    life.fail_persist(0, 5)
+    life.notice(lead_s=20)
+    life.feed(inputs.RankAtBoundary(rank=0, step=8))
+    life.wait(16)
+
+    found = life.feed(inputs.NoticeWithdrawn(source="ec2"))
+
+    assert of(outputs.ClearHold, found)
+    assert [(o.rank, o.action) for o in of(outputs.SendOrder, found)] == [(0, "resume")]
+    assert life.state.phase is Phase.SAVING
