@@ -1,15 +1,20 @@
 """Named places at which tests make a process die or fail. Does nothing unless the environment asks.
 
-`LASTGASP_FAILPOINTS="log.put.after=kill,upload.chunk.after=error@3"`: `kill` sends SIGKILL to the
-own process, `error` raises `FailpointError`; `@N` acts at the Nth hit only, else at every hit. An
-unknown name or action is refused at the first hit, so that a misspelt test cannot pass.
+`LASTGASP_FAILPOINTS="log.put.after=kill,upload.chunk.after=error@3,spool.write.before=ENOSPC@2+"`:
+`kill` sends SIGKILL to the own process, `error` raises `FailpointError`, the name of an errno
+raises that OSError, `sleep:SECONDS` waits. `@N` acts at the Nth hit only, `@N+` from the Nth on,
+else at every hit. An unknown name or action is refused at the first hit, so that a misspelt test
+cannot pass.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +37,9 @@ NAMES: Final = frozenset(
         "spool.write",
         "spool.fsync",
         "spool.publish",  # the directory of a whole checkpoint gets its name
+        "spool.note",  # where an upload can be resumed
+        "job.note",  # who runs torchrun: read by the supervisor that takes the job up
+        "fetch.chunk",  # a chunk of a restore
     )
     for when in ("before", "after")
 )
@@ -43,10 +51,32 @@ class FailpointError(TransientStoreError):
     error_id = "failpoint"
 
 
-@dataclass(frozen=True, slots=True)
+_ACTION: Final = re.compile(
+    r"(?P<kind>kill|error|E[A-Z]+|sleep:(?P<seconds>\d+(\.\d+)?))(@(?P<hit>[1-9]\d*)(?P<on>\+)?)?"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Action:
     kind: str
-    at_hit: int  # 0: every hit
+    seconds: float
+    first_hit: int
+    last_hit: int | None  # None: without end
+
+    def is_due(self, count: int) -> bool:
+        return self.first_hit <= count and (self.last_hit is None or count <= self.last_hit)
+
+    def perform(self, name: str) -> None:
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "error":
+            raise FailpointError(f"failpoint {name}")
+        if self.kind.startswith("sleep"):
+            # A real wait: what a test asks for is a slow device, whatever clock the code reads.
+            time.sleep(self.seconds)
+            return
+        number = getattr(errno, self.kind)
+        raise OSError(number, os.strerror(number))
 
 
 def parse(text: str) -> dict[str, _Action]:
@@ -58,11 +88,25 @@ def parse(text: str) -> dict[str, _Action]:
     actions: dict[str, _Action] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, action = item.partition("=")
-        kind, _, count = action.partition("@")
-        if name not in NAMES or kind not in ("kill", "error") or not (count or "1").isdigit():
-            raise ConfigError(f"{ENVIRONMENT_NAME}: {item!r} is not name=kill|error[@N]")
-        actions[name] = _Action(kind, int(count or 0))
+        match = _ACTION.fullmatch(action)
+        if name not in NAMES or match is None or not _is_known(match["kind"]):
+            raise ConfigError(
+                f"{ENVIRONMENT_NAME}: {item!r} is not name=kill|error|ERRNO|sleep:SECONDS[@N[+]]",
+                hint="it is meant for tests: take it out of the environment",
+            )
+        first = int(match["hit"] or 1)
+        is_open = match["hit"] is None or match["on"] is not None
+        actions[name] = _Action(
+            kind=match["kind"],
+            seconds=float(match["seconds"] or 0),
+            first_hit=first,
+            last_hit=None if is_open else first,
+        )
     return actions
+
+
+def _is_known(kind: str) -> bool:
+    return not kind.startswith("E") or hasattr(errno, kind)
 
 
 class _Failpoints:
@@ -88,10 +132,8 @@ class _Failpoints:
             return
         with self._lock:
             count = self._hits[name] = self._hits.get(name, 0) + 1
-        if action.at_hit in (0, count):
-            if action.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise FailpointError(f"failpoint {name}")
+        if action.is_due(count):
+            action.perform(name)
 
 
 _FAILPOINTS = _Failpoints()
@@ -102,7 +144,7 @@ def hit(name: str) -> None:
 
     Raises:
         ValueError: the name is not declared.
-        FailpointError: a test asked for it.
+        FailpointError, OSError: a test asked for it.
     """
     _FAILPOINTS.hit(name)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
+from supervisor import failpoints
 from supervisor.checkpoint.chunks import chunk_ranges
 from supervisor.checkpoint.spool import Spool, SpooledCheckpoint
 from supervisor.checkpoint.workers import WorkerPool
@@ -258,7 +259,9 @@ class Fetch:
             for _ in range(2):
                 if self._stop.is_set():
                     raise FetchCancelled(f"step {self._manifest.step}: not wanted any more")
+                failpoints.hit("fetch.chunk.before")
                 self._read_chunk(shard, start, target)
+                failpoints.hit("fetch.chunk.after")
                 if hashlib.sha256(target).hexdigest() == shard.chunks[index]:
                     return
             raise ShardCorrupt(

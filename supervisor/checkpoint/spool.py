@@ -268,8 +268,10 @@ class Spool:
         """Note where uploads can be resumed; losing the note only costs sending again."""
         path = self._tokens_path(tokens.gen, tokens.step)
         try:
+            failpoints.hit("spool.note.before")
             _write_synced(path + ".tmp", msgspec.json.encode(tokens))
             os.rename(path + ".tmp", path)
+            failpoints.hit("spool.note.after")
         except OSError as error:
             raise spool_error(error, path) from error
 

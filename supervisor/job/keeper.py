@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from supervisor import failpoints
 from supervisor.clock import Clock
 from supervisor.job.launch import JobProcess, JobRecord, is_same_process, start_time
 from supervisor.job.processes import stop_job
@@ -119,9 +120,11 @@ class JobKeeper:
             argv=self._argv,
         )
         temporary = self._path + ".tmp"
+        failpoints.hit("job.note.before")
         with open(temporary, "wb", opener=_private) as file:
             file.write(msgspec.json.encode(record))
         os.rename(temporary, self._path)
+        failpoints.hit("job.note.after")
 
 
 def _private(path: str, flags: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -44,9 +46,37 @@ def test_only_the_hit_that_was_asked_for(ask: Callable[[str], None]) -> None:
     hit("upload.chunk.after")
 
 
+def test_from_a_hit_on_an_errno_is_raised(ask: Callable[[str], None]) -> None:
+    ask("spool.write.before=ENOSPC@2+")
+
+    hit("spool.write.before")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left") as caught:
+            hit("spool.write.before")
+        assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_slow_device_is_waited_for(ask: Callable[[str], None]) -> None:
+    ask("spool.write.before=sleep:0.05")
+    began_at = time.monotonic()
+
+    hit("spool.write.before")
+
+    assert time.monotonic() - began_at >= 0.05
+
+
 @pytest.mark.parametrize(
     "text",
-    ["log.put=kill", "log.put.after", "log.put.after=stop", "log.put.after=kill@x", "x=kill"],
+    [
+        "spool.write.before=ENOTHING",
+        "spool.write.before=sleep",
+        "log.put.after=kill@0",
+        "log.put=kill",
+        "log.put.after",
+        "log.put.after=stop",
+        "log.put.after=kill@x",
+        "x=kill",
+    ],
 )
 def test_misspelt_requests_are_refused(ask: Callable[[str], None], text: str) -> None:
     with pytest.raises(ConfigError, match=ENVIRONMENT_NAME):
