@@ -18,7 +18,8 @@ from supervisor.checkpoint.chunks import CHUNK_BYTES, chunk_ranges
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.clock import SystemClock
 from supervisor.ranks.slots import SlotBuffer
-from supervisor.store.s3 import S3Settings, open_s3
+from supervisor.store.s3 import open_s3
+from supervisor.store.s3_session import S3Settings
 from tests.s3_server import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
 THREADS = 8

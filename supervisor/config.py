@@ -203,9 +203,10 @@ OPTIONS: tuple[Option, ...] = (
     _choice("store.addressing_style", "auto", ("auto", "path", "virtual"), "How buckets appear."),
     _choice(
         "store.checksums",
-        "sha256",
-        ("sha256", "off"),
-        "Have the store verify each chunk; off for stores that refuse checksum headers.",
+        "auto",
+        ("auto", "sha256", "read-back", "off"),
+        "How a stored shard is verified: by a SHA-256 that the store checks and keeps, by reading "
+        "it back, or not; auto: the first where the store can, else the second.",
     ),
     _option("store.sse_kms_key_id", None, _text, "KMS key for server-side encryption."),
     _option("store.ca_bundle", None, _path, "Certificates to trust for the endpoint."),

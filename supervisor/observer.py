@@ -107,6 +107,10 @@ class Observer:
                 self.log.error("slots.failed", **facts)
             case "record_failed":
                 self.log.warning("record.failed", **facts)
+            case "reaped":
+                self.log.info("uploads.reaped", **facts)
+            case "reap_failed":
+                self.log.info("uploads.left", **facts)
             case "strays":
                 self.log.error("job.strays_left", pids=facts["pids"])
             case _:

@@ -17,6 +17,7 @@ from supervisor.clock import Clock, Deadline
 from supervisor.commit import rules
 from supervisor.commit.claim import Claim, claim
 from supervisor.commit.log import CommitLog
+from supervisor.commit.reap import reap_uploads
 from supervisor.commit.records import LocalStep
 from supervisor.errors import (
     ExitCode,
@@ -36,6 +37,7 @@ from trainer_sdk.protocol import messages
 
 CLAIM_LIMIT_S = 300.0
 RECORD_LIMIT_S = 60.0
+REAP_LIMIT_S = 300.0
 LAYOUT = "images-v1"
 IMAGES_PER_FRAME = 8
 
@@ -211,9 +213,20 @@ class Performer:
             self._claims[action.incarnation] = got
             self._fence.watch(got.gen)
             self._post(_claimed(got, action.incarnation))
+            self._in_thread("reap", lambda: self._reap(got.gen))
 
         # After the records of the last generation, which the claim would fence.
         self._recorder.submit(work)
+
+    def _reap(self, gen: int) -> None:
+        deadline = Deadline.after(self._parts.clock, REAP_LIMIT_S)
+        try:
+            num_reaped = reap_uploads(self._parts.log, gen=gen, deadline=deadline)
+        except SupervisorError as error:  # costs money, harms nothing, and is tried at each claim
+            self._note("reap_failed", error_id=error.error_id, reason=_with_hint(error))
+            return
+        if num_reaped:
+            self._note("reaped", num_uploads=num_reaped)
 
     def _claim_now(
         self, action: outputs.ClaimGeneration, in_memory: tuple[LocalStep, Images] | None

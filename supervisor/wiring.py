@@ -40,7 +40,8 @@ from supervisor.status import StatusServer
 from supervisor.store.base import ObjectStore
 from supervisor.store.directory import DirectoryStore
 from supervisor.store.retry import Retrier, RetryingStore
-from supervisor.store.s3 import S3Settings, open_s3
+from supervisor.store.s3 import open_s3
+from supervisor.store.s3_session import S3Settings
 from supervisor.systemd import ServiceManager
 
 PROBE_LIMIT_S = 30.0
@@ -66,14 +67,13 @@ def open_store(config: Config, clock: Clock, *, on_retry: Callable[[str], None])
         store = DirectoryStore(Path(url.removeprefix("file://")))
     else:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        off = config["store.checksums"] == "off"
         settings = S3Settings(
             bucket=bucket,
             prefix=f"{prefix}/" if prefix else "",
             endpoint_url=config["store.endpoint_url"],
             region=config["store.region"],
             addressing_style=config["store.addressing_style"],
-            request_checksums="when_required" if off else "when_supported",
+            checksums=config["store.checksums"],
             sse_kms_key_id=config["store.sse_kms_key_id"],
             ca_bundle=config["store.ca_bundle"],
         )
@@ -136,7 +136,8 @@ class Supervised:
             on_retry=lambda error_id: self._mailbox.note("retry", error_id=error_id),
         )
         log = open_log(config, self._clock, store)
-        store.probe(log.keys.prefix, timeout_s=PROBE_LIMIT_S)
+        for weakness in store.probe(log.keys.prefix, timeout_s=PROBE_LIMIT_S):
+            self._log.warning("store.limited", store=store.url, reason=weakness)
         spool = self._open_spool()
         keeper = self._keeper()
         is_taken_up = keeper.take_up(

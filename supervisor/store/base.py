@@ -18,16 +18,19 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a store says about an object without its bytes.
-
-    `modified_at` is in seconds since 1970 by the store's clock. `sha256` is the hex SHA-256 of the
-    whole content where the store knows it, else None.
-    """
+    """What a store says about an object; `modified_at` is in seconds since 1970 by its clock."""
 
     key: str
     size_bytes: int
     modified_at: float
-    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenUpload:
+    """An upload that was begun and neither completed nor aborted; `token` is the store's own."""
+
+    key: str
+    token: str
 
 
 class ShardUpload(Protocol):
@@ -150,6 +153,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
+        """Uploads under way or left behind, of keys that begin with `prefix`."""
+        ...
+
+    def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
+        """Abort one of `open_uploads`; one that is gone is fine."""
+        ...
+
     def settle_log(self, *, timeout_s: float) -> None:
         """Make durable every log slot this store object has read or created (rule R5).
 
@@ -157,8 +168,11 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def probe(self, prefix: str, *, timeout_s: float) -> None:
+    def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
         """Find out at start whether the store can be used at all under this prefix.
+
+        Returns:
+            What is weaker or slower with this store than with others, in words.
 
         Raises:
             StoreLacksConditionalPut: a second create of one key was not refused.

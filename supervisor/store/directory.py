@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +27,12 @@ from supervisor.errors import (
     StoreError,
     StoreLacksConditionalPut,
 )
-from supervisor.store.base import ObjectInfo, ShardUpload
-from supervisor.store.directory_upload import DirectoryUpload
+from supervisor.store.base import ObjectInfo, OpenUpload, ShardUpload
+from supervisor.store.directory_upload import (
+    DirectoryUpload,
+    remove_upload,
+    unfinished_uploads,
+)
 from supervisor.store.durable import (
     SyncFailed,
     closing_fd,
@@ -173,7 +177,19 @@ class DirectoryStore:
                 with closing_fd(directory):
                     self._sync_place(place, directory)
 
-    def probe(self, prefix: str, *, timeout_s: float) -> None:
+    def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
+        tmp = self.open_tmp()
+        with closing_fd(tmp):
+            for token, key in unfinished_uploads(tmp):
+                if key.startswith(prefix):
+                    yield OpenUpload(key=key, token=token)
+
+    def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
+        tmp = self.open_tmp()
+        with closing_fd(tmp), store_errors(upload.key, "drop the upload of"):
+            remove_upload(tmp, upload.token)
+
+    def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
         key = f"{prefix}probe-{secrets.token_hex(16)}"
         self.put_if_absent(key, b"probe", timeout_s=timeout_s)
         try:
@@ -185,6 +201,7 @@ class DirectoryStore:
         finally:
             with contextlib.suppress(StoreError):
                 self.delete(key, timeout_s=timeout_s)
+        return ()
 
     def server_time(self, *, timeout_s: float) -> float:
         with store_errors(TMP, "make a file in"):

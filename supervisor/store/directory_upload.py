@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from supervisor import failpoints
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _TOKEN: Final = re.compile(r"^[0-9a-f]{32}\Z")
 _NOTE: Final = re.compile(r"^([0-9]{1,6}) ([0-9a-f]{64})\Z")
+_MAX_HEADER_BYTES: Final = 4096
 _MAX_NOTES_BYTES: Final = 8 * 1024 * 1024
 
 
@@ -87,11 +88,11 @@ class DirectoryUpload:
 
     @property
     def _data_name(self) -> str:
-        return f"{self.resume_token}.data"
+        return _data_name(self.resume_token)
 
     @property
     def _notes_name(self) -> str:
-        return f"{self.resume_token}.chunks"
+        return _notes_name(self.resume_token)
 
     @property
     def _header(self) -> str:
@@ -152,10 +153,11 @@ class DirectoryUpload:
     def _create(self) -> None:
         tmp = self._store.open_tmp()
         with closing_fd(tmp):
-            with closing_fd(create_file(tmp, self._data_name)) as fd:
-                os.ftruncate(fd, self._size_bytes)
+            # The notes first: a crash between the two must leave nothing that cannot be found.
             with closing_fd(create_file(tmp, self._notes_name)) as fd:
                 write_at(fd, f"{self._header}\n".encode(), 0)
+            with closing_fd(create_file(tmp, self._data_name)) as fd:
+                os.ftruncate(fd, self._size_bytes)
 
     def _write(self, index: int, view: memoryview, offset: int, digest: str) -> None:
         tmp = self._store.open_tmp()
@@ -248,9 +250,39 @@ class DirectoryUpload:
     def _remove(self) -> None:
         tmp = self._store.open_tmp()
         with closing_fd(tmp):
-            unlink_quietly(tmp, self._data_name)
-            unlink_quietly(tmp, self._notes_name)
+            remove_upload(tmp, self.resume_token)
 
     @staticmethod
     def _open(tmp: int, name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=tmp)
+
+
+def _data_name(token: str) -> str:
+    return f"{token}.data"
+
+
+def _notes_name(token: str) -> str:
+    return f"{token}.chunks"
+
+
+def unfinished_uploads(tmp: int) -> Iterator[tuple[str, str]]:
+    """Token and key of every upload whose files are in the directory of temporary files."""
+    for name in os.listdir(tmp):
+        token, _, kind = name.partition(".")
+        if kind != "chunks" or not _TOKEN.match(token):
+            continue
+        notes = bytearray(_MAX_HEADER_BYTES)
+        try:
+            with closing_fd(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=tmp)) as fd:
+                count = read_at(fd, memoryview(notes), 0)
+        except OSError:  # it ended meanwhile
+            continue
+        header = notes[:count].split(b"\n")[0].decode("utf-8", errors="replace").split(" ", 2)
+        if len(header) == 3:
+            yield token, header[2]
+
+
+def remove_upload(tmp: int, token: str) -> None:
+    """Remove the files of an upload, the notes last: they are what finds the others."""
+    unlink_quietly(tmp, _data_name(token))
+    unlink_quietly(tmp, _notes_name(token))

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from supervisor.clock import Clock
 from supervisor.errors import StoreError, StoreThrottled, TransientStoreError
-from supervisor.store.base import ObjectInfo, ObjectStore, ShardUpload
+from supervisor.store.base import ObjectInfo, ObjectStore, OpenUpload, ShardUpload
 
 Result = TypeVar("Result")
 
@@ -155,9 +155,17 @@ class FaultyStore:
         self._begin("settle_log", "")
         self._store.settle_log(timeout_s=timeout_s)
 
-    def probe(self, prefix: str, *, timeout_s: float) -> None:
+    def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
+        self._begin("open_uploads", prefix)
+        yield from self._store.open_uploads(prefix, timeout_s=timeout_s)
+
+    def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
+        self._begin("drop_upload", upload.key)
+        self._store.drop_upload(upload, timeout_s=timeout_s)
+
+    def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
         self._begin("probe", prefix)
-        self._store.probe(prefix, timeout_s=timeout_s)
+        return self._store.probe(prefix, timeout_s=timeout_s)
 
     def server_time(self, *, timeout_s: float) -> float:
         self._begin("server_time", "")

@@ -1,20 +1,22 @@
 """Any store, with retries of what may be repeated: the only place that retries store calls.
 
 Waits are drawn between zero and a limit that doubles (full jitter), and never outlast the time the
-caller gave. Two calls are passed through in one attempt: `put_if_absent`, whose unknown outcome the
-commit log settles by reading back, and `put_bytes`, whose caller takes a new name for each attempt.
+caller gave; while the store asks to slow down, fewer calls are under way at once. Two calls are
+passed through in one attempt: `put_if_absent`, whose unknown outcome the commit log settles by
+reading back, and `put_bytes`, whose caller takes a new name for each attempt.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from supervisor.clock import Clock, Deadline
-from supervisor.errors import ChecksumMismatch, TransientStoreError
-from supervisor.store.base import ObjectInfo, ObjectStore, ShardUpload
+from supervisor.errors import ChecksumMismatch, StoreThrottled, TransientStoreError
+from supervisor.store.base import ObjectInfo, ObjectStore, OpenUpload, ShardUpload
 
 Result = TypeVar("Result")
 
@@ -22,6 +24,49 @@ _FIRST_LIMIT_S: Final = 0.2
 _LAST_LIMIT_S: Final = 10.0
 # Bytes that differ again and again differ at the source: then a third try only costs time.
 _MAX_MISMATCHES: Final = 2
+
+
+class ConcurrencyGate:
+    """How many calls may be under way at once, found out by asking too much.
+
+    A store that says "slow down" halves what was under way at that moment, at least to one; as many
+    successes as are allowed at once allow one more. Until the first such answer nothing is limited.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limit: int | None = None
+        self._num_inside = 0
+        self._num_successes = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Calls allowed at once; None: no limit."""
+        return self._limit
+
+    def enter(self, timeout_s: float) -> bool:
+        """Wait for a place; False if there was none in time."""
+        with self._changed:
+            if not self._changed.wait_for(self._has_place, timeout_s):
+                return False
+            self._num_inside += 1
+            return True
+
+    def leave(self, *, was_throttled: bool) -> None:
+        """Give the place back, and say how the call ended."""
+        with self._changed:
+            if was_throttled:
+                self._limit = max(1, self._num_inside // 2)
+                self._num_successes = 0
+            elif self._limit is not None:
+                self._num_successes += 1
+                if self._num_successes >= self._limit:
+                    self._limit, self._num_successes = self._limit + 1, 0
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def _has_place(self) -> bool:
+        return self._limit is None or self._num_inside < self._limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +83,7 @@ class Retrier:
     attempt_s: float = 30.0
     draw: Callable[[], float] = random.random
     on_retry: Callable[[TransientStoreError], None] = lambda error: None
+    gate: ConcurrencyGate = field(default_factory=ConcurrencyGate)
 
     def run(self, call: Callable[[float], Result], timeout_s: float) -> Result:
         """Call with the seconds this attempt may take.
@@ -51,7 +97,7 @@ class Retrier:
         mismatches = 0
         while True:
             try:
-                return call(deadline.sooner(self.attempt_s))
+                return self._attempt(call, deadline)
             except TransientStoreError as error:
                 mismatches += isinstance(error, ChecksumMismatch)
                 pause_s = limit_s * self.draw()
@@ -60,6 +106,21 @@ class Retrier:
                 self.on_retry(error)
             self.clock.sleep(pause_s)
             limit_s = min(_LAST_LIMIT_S, 2 * limit_s)
+
+    def _attempt(self, call: Callable[[float], Result], deadline: Deadline) -> Result:
+        if not self.gate.enter(deadline.remaining_s()):
+            raise StoreThrottled(
+                "the store asked to slow down, and no call's turn came in time",
+                hint="lower [store] upload_threads, or ask for a higher request rate",
+            )
+        was_throttled = False
+        try:
+            return call(deadline.sooner(self.attempt_s))
+        except StoreThrottled:
+            was_throttled = True
+            raise
+        finally:
+            self.gate.leave(was_throttled=was_throttled)
 
 
 class RetryingUpload:
@@ -173,8 +234,17 @@ class RetryingStore:
     def settle_log(self, *, timeout_s: float) -> None:
         self._store.settle_log(timeout_s=timeout_s)  # a failed fsync is never repeated
 
-    def probe(self, prefix: str, *, timeout_s: float) -> None:
-        self._retrier.run(lambda left_s: self._store.probe(prefix, timeout_s=left_s), timeout_s)
+    def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
+        """Not retried: what is left behind is found at the next start too."""
+        return self._store.open_uploads(prefix, timeout_s=timeout_s)
+
+    def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
+        self._store.drop_upload(upload, timeout_s=timeout_s)
+
+    def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
+        return self._retrier.run(
+            lambda left_s: self._store.probe(prefix, timeout_s=left_s), timeout_s
+        )
 
     def server_time(self, *, timeout_s: float) -> float:
         return self._retrier.run(

@@ -1,9 +1,8 @@
-"""A store in an S3 bucket, or in anything that speaks S3. The only import of boto3.
+"""A store in an S3 bucket, or in anything that speaks S3.
 
-boto3 finds credentials, endpoint and region, signs everything, and makes the small calls whose
-replies are XML. Objects travel over `s3_http`, from and into our own memory, each in one attempt
-with an exact limit; the small calls (listing, begin and end of a multipart upload) wait 5 s for a
-reply, or 60 s where the caller has 20 s or more. Nothing in here retries.
+Objects travel over `s3_http`, from and into our own memory, each in one attempt with an exact
+limit; the small calls whose replies are XML (listing, begin and end of a multipart upload) go
+through boto3 in `s3_session`. Nothing in here retries.
 
 Source: measured on SeaweedFS, a signed PUT of a memoryview took 1.4 CPU-s per GiB with SHA-256,
 boto3's `upload_part` 3.6.
@@ -19,25 +18,26 @@ import re
 import secrets
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from supervisor.clock import Clock
 from supervisor.errors import (
-    ConfigError,
-    CredentialsExpired,
+    BucketMissing,
+    ChecksumMismatch,
     ObjectMissing,
     PermanentStoreError,
     StoreAccessDenied,
+    StoreClockSkew,
     StoreError,
+    StoreFull,
     StoreLacksConditionalPut,
-    TransientStoreError,
     UploadAbandoned,
 )
-from supervisor.store.base import ObjectInfo, ShardUpload
-from supervisor.store.s3_errors import error_of
-from supervisor.store.s3_http import Reply, SignedHttp, hide_secrets
+from supervisor.store.base import ObjectInfo, OpenUpload, ShardUpload
+from supervisor.store.s3_http import Reply, SignedHttp
+from supervisor.store.s3_session import Checksums, S3Session, S3Settings
 from supervisor.store.s3_upload import (
     MultipartUpload,
     SinglePut,
@@ -46,116 +46,44 @@ from supervisor.store.s3_upload import (
     parse_token,
 )
 
-_EXPIRES_S: Final = 900  # a signed request is sent at once; S3 looks at its age when it arrives
-_PATIENT_FROM_S: Final = 20.0
 _SHA256_BASE64: Final = re.compile(r"^[A-Za-z0-9+/]{43}=\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class S3Settings:
-    """How to reach a bucket.
-
-    Args:
-        prefix: what every key begins with; empty, or ends with a slash.
-        request_checksums: "when_supported" sends our SHA-256 with every object, and the store must
-            keep it; "when_required" is for stores that refuse such headers.
-        ca_bundle: file of the authorities to trust instead of the system's.
-        access_key_id, secret_access_key: for tests and local servers; None: boto3's own chain.
-    """
-
-    bucket: str
-    prefix: str = ""
-    endpoint_url: str | None = None
-    region: str | None = None
-    addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    request_checksums: Literal["when_supported", "when_required"] = "when_supported"
-    sse_kms_key_id: str | None = None
-    expected_bucket_owner: str | None = None
-    ca_bundle: str | None = None
-    profile: str | None = None
-    access_key_id: str | None = None
-    secret_access_key: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.prefix and (not self.prefix.endswith("/") or self.prefix.startswith("/")):
-            raise ValueError(f"prefix {self.prefix!r} must end, and not begin, with a slash")
-
-    def __repr__(self) -> str:
-        return f"S3Settings(bucket={self.bucket!r}, prefix={self.prefix!r}, ...)"
-
-
 def open_s3(settings: S3Settings, *, clock: Clock) -> S3Store:
-    """Make a store. To be called before threads start: boto3's session is not thread-safe.
+    """Make a store. To be called before threads start.
 
     Raises:
         ConfigError: boto3 is missing, or does not take the settings.
     """
-    try:
-        import boto3
-        from botocore.exceptions import BotoCoreError
-    except ImportError as error:
-        raise ConfigError(
-            "boto3 is not installed", hint="pip install 'lastgasp[daemon]'"
-        ) from error
-    hide_secrets()
-    try:
-        session = boto3.Session(
-            profile_name=settings.profile,
-            region_name=settings.region,
-            aws_access_key_id=settings.access_key_id,
-            aws_secret_access_key=settings.secret_access_key,
-        )
-        clients = [_make_client(session, settings, read_s=read_s) for read_s in (5.0, 60.0)]
-    except (BotoCoreError, ValueError) as error:
-        raise ConfigError(f"s3://{settings.bucket}: {error}") from error
-    return S3Store(settings, quick=clients[0], patient=clients[1], clock=clock)
-
-
-def _make_client(session: Any, settings: S3Settings, *, read_s: float) -> Any:
-    from botocore.config import Config
-
-    config = Config(
-        signature_version="s3v4",
-        connect_timeout=3.0,
-        read_timeout=read_s,
-        max_pool_connections=32,
-        tcp_keepalive=True,
-        retries={"mode": "standard", "total_max_attempts": 1},
-        # Checksums are ours: what boto3 would add to a signed URL could not be sent with it.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"addressing_style": settings.addressing_style},
-    )
-    return session.client(
-        "s3",
-        endpoint_url=settings.endpoint_url,
-        config=config,
-        verify=settings.ca_bundle,
-    )
+    return S3Store(settings, session=S3Session(settings), clock=clock)
 
 
 class S3Store:
     """Implements `ObjectStore`; made by `open_s3`."""
 
-    def __init__(self, settings: S3Settings, *, quick: Any, patient: Any, clock: Clock) -> None:
+    def __init__(self, settings: S3Settings, *, session: S3Session, clock: Clock) -> None:
         self.url = f"s3://{settings.bucket}/{settings.prefix}"
-        self.sends_checksums = settings.request_checksums == "when_supported"
         self._settings = settings
-        self._quick = quick
-        self._patient = patient
+        self._session = session
+        self._checksums: Checksums = settings.checksums
         self._http = SignedHttp(
-            sign=self._sign,
+            sign=session.sign,
+            renew=session.renew,
             clock=clock,
             bucket=settings.bucket,
             ca_bundle=settings.ca_bundle or _default_ca_bundle(),
-            proxy_url=_proxy_of(quick.meta.endpoint_url),
+            proxy_url=_proxy_of(session.endpoint_url),
         )
+
+    @property
+    def sends_checksums(self) -> bool:
+        """Whether the store is given our digests; `auto` means yes until the probe found out."""
+        return self._checksums in ("auto", "sha256")
 
     def close(self) -> None:
         """Close idle connections."""
         self._http.close()
-        for client in (self._quick, self._patient):
-            client.close()
+        self._session.close()
 
     def put_if_absent(self, key: str, data: bytes, *, timeout_s: float) -> bool:
         params = self._put_params(key, _sha256(data)) | {"IfNoneMatch": "*"}
@@ -189,13 +117,10 @@ class S3Store:
 
     def head(self, key: str, *, timeout_s: float) -> ObjectInfo:
         reply = self._head(key, timeout_s)
-        checksum = reply.headers.get("x-amz-checksum-sha256", "")
-        sha256 = base64.b64decode(checksum).hex() if _SHA256_BASE64.match(checksum) else None
         return ObjectInfo(
             key=key,
             size_bytes=int(reply.headers.get("Content-Length", "-1")),
             modified_at=_http_date(reply.headers.get("Last-Modified", "")),
-            sha256=sha256,
         )
 
     def list_keys(
@@ -206,7 +131,7 @@ class S3Store:
         if start_after and not self._settings.bucket.endswith("--x-s3"):
             params["StartAfter"] = self._settings.prefix + start_after
         while True:
-            page = self._call("list_objects_v2", prefix, params, timeout_s)
+            page = self._session.call("list_objects_v2", prefix, params, timeout_s)
             for item in page.get("Contents", ()):
                 yield ObjectInfo(
                     key=item["Key"][len(self._settings.prefix) :],
@@ -242,22 +167,69 @@ class S3Store:
         params = self._params(key) | self._encryption()
         if self.sends_checksums:
             params["ChecksumAlgorithm"] = "SHA256"
-        upload_id = self._call("create_multipart_upload", key, params, timeout_s)["UploadId"]
+        upload_id = self._session.call("create_multipart_upload", key, params, timeout_s)[
+            "UploadId"
+        ]
         return MultipartUpload(self, plan, upload_id=upload_id, listed={}, noted={})
 
     def settle_log(self, *, timeout_s: float) -> None:
         """An object that can be read is durable."""
 
-    def probe(self, prefix: str, *, timeout_s: float) -> None:
+    def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
+        params = self._bucket_params() | {"Prefix": self._settings.prefix + prefix}
+        while True:
+            page = self._session.call("list_multipart_uploads", prefix, params, timeout_s)
+            for item in page.get("Uploads", ()):
+                key = item["Key"][len(self._settings.prefix) :]
+                yield OpenUpload(key=key, token=item["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            params["KeyMarker"] = page["NextKeyMarker"]
+            params["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
+        self.abort_parts(upload.key, upload_id=upload.token, timeout_s=timeout_s)
+
+    def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
         key = f"{prefix}probe-{secrets.token_hex(16)}"
         self._probe_missing(key, timeout_s)
+        if self._checksums == "auto":
+            self._checksums = self._probe_checksums(key, timeout_s)
         self.put_if_absent(key, b"probe", timeout_s=timeout_s)
         try:
             if self.put_if_absent(key, b"probe", timeout_s=timeout_s):
                 raise _lacks_condition(self.url, "a second create of one key was not refused")
         finally:
-            with contextlib.suppress(StoreError):  # nodes may lack the right to delete
-                self.delete(key, timeout_s=timeout_s)
+            self._tidy(key, timeout_s)
+        if self._checksums == "read-back" and self._settings.checksums == "auto":
+            return ("it keeps no SHA-256 of objects: each shard is read back before it counts",)
+        return ()
+
+    def _probe_checksums(self, key: str, timeout_s: float) -> Checksums:
+        """Does the store take a SHA-256, as a header and on a multipart upload, and keep it?"""
+        key += "-checksum"
+        digest = _sha256(b"probe")
+        try:
+            self.put_object(key, memoryview(b"probe"), sha256=digest, timeout_s=timeout_s)
+            _, kept = self.head_checksum(key, timeout_s=timeout_s)
+            params = self._params(key) | self._encryption() | {"ChecksumAlgorithm": "SHA256"}
+            opened = self._session.call("create_multipart_upload", key, params, timeout_s)
+            self.abort_parts(key, upload_id=opened["UploadId"], timeout_s=timeout_s)
+        except ChecksumMismatch as error:
+            raise ChecksumMismatch(
+                error.message, hint="something between here and the store changes bytes"
+            ) from error
+        except (StoreAccessDenied, BucketMissing, StoreFull, StoreClockSkew):
+            raise  # would fail without a checksum too
+        except PermanentStoreError:
+            return "read-back"
+        finally:
+            self._tidy(key, timeout_s)
+        return "sha256" if kept == base64.b64encode(digest).decode() else "read-back"
+
+    def _tidy(self, key: str, timeout_s: float) -> None:
+        with contextlib.suppress(StoreError):  # nodes may lack the right to delete
+            self.delete(key, timeout_s=timeout_s)
 
     def server_time(self, *, timeout_s: float) -> float:
         params = self._params("server-time")
@@ -309,7 +281,7 @@ class S3Store:
         if self.sends_checksums:
             params["MpuObjectSize"] = plan.size_bytes
         try:
-            self._call("complete_multipart_upload", plan.key, params, timeout_s)
+            self._session.call("complete_multipart_upload", plan.key, params, timeout_s)
         except ObjectMissing as error:
             raise UploadAbandoned(f"the upload of {plan.key!r} is gone") from error
 
@@ -317,18 +289,43 @@ class S3Store:
         """Drop an upload; one that is gone is fine."""
         params = self._params(key) | {"UploadId": upload_id}
         with contextlib.suppress(UploadAbandoned, ObjectMissing):
-            self._call("abort_multipart_upload", key, params, timeout_s)
+            self._session.call("abort_multipart_upload", key, params, timeout_s)
 
     def head_checksum(self, key: str, *, timeout_s: float) -> tuple[int, str | None]:
         """Size of an object and the SHA-256 the store keeps, as S3 writes it."""
-        reply = self._head(key, timeout_s)
+        reply = self._head(key, timeout_s, ChecksumMode="ENABLED")
         size = int(reply.headers.get("Content-Length", "-1"))
         return size, reply.headers.get("x-amz-checksum-sha256")
 
-    def _head(self, key: str, timeout_s: float) -> Reply:
-        params = self._params(key)
-        if self.sends_checksums:
-            params["ChecksumMode"] = "ENABLED"
+    def read_back(
+        self, plan: UploadPlan, chunk_digests: Sequence[bytes], *, timeout_s: float
+    ) -> None:
+        """Read an object and compare it with its chunks' digests.
+
+        Args:
+            timeout_s: for each chunk.
+
+        Raises:
+            ChecksumMismatch: it holds other bytes.
+        """
+        buffer = memoryview(bytearray(min(plan.chunk_bytes, plan.size_bytes)))
+        for index, digest in enumerate(chunk_digests):
+            target = buffer[: plan.chunk_size(index)]
+            offset = index * plan.chunk_bytes
+            self.read_into(plan.key, offset=offset, target=target, timeout_s=timeout_s)
+            if hashlib.sha256(target).digest() != digest:
+                raise ChecksumMismatch(
+                    f"{plan.key!r}: chunk {index} reads back as other bytes than were sent",
+                    hint="the store, or something between here and it, changes what it is given",
+                )
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether a shard is to be read again before it counts."""
+        return self._checksums == "read-back"
+
+    def _head(self, key: str, timeout_s: float, **more: str) -> Reply:
+        params = self._params(key) | more
         reply = self._http.send("head_object", params, timeout_s=timeout_s)
         return self._check_object(key, "head_object", params, reply)
 
@@ -360,7 +357,7 @@ class S3Store:
         params = self._params(key) | {"UploadId": upload_id}
         parts: dict[int, StoredPart] = {}
         while True:
-            page = self._call("list_parts", key, params, timeout_s)
+            page = self._session.call("list_parts", key, params, timeout_s)
             for item in page.get("Parts", ()):
                 checksum = item.get("ChecksumSHA256", "")
                 is_known = _SHA256_BASE64.match(checksum)
@@ -398,64 +395,6 @@ class S3Store:
             yield
         except ObjectMissing as error:
             raise ObjectMissing(key) from error
-
-    def _sign(self, action: str, params: Mapping[str, Any]) -> str:
-        key = str(params.get("Key", ""))
-        with self._library_errors(action, key):
-            url: str = self._quick.generate_presigned_url(
-                action, Params=dict(params), ExpiresIn=_EXPIRES_S
-            )
-            return url
-        raise AssertionError("unreachable")
-
-    def _call(
-        self, action: str, key: str, params: Mapping[str, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        client = self._patient if timeout_s >= _PATIENT_FROM_S else self._quick
-        with self._library_errors(action, key):
-            answer: dict[str, Any] = getattr(client, action)(**params)
-            return answer
-        raise AssertionError("unreachable")
-
-    @contextlib.contextmanager
-    def _library_errors(self, action: str, key: str) -> Iterator[None]:
-        """Turn boto3's errors into ours, without chaining: theirs may show what was signed."""
-        from botocore import exceptions as theirs
-
-        what = f"{action} {key!r}"
-        try:
-            yield
-        except theirs.ClientError as error:
-            raise error_of(
-                action=action,
-                key=key,
-                bucket=self._settings.bucket,
-                status=int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)),
-                code=str(error.response.get("Error", {}).get("Code", "")),
-            ) from None
-        except (theirs.NoCredentialsError, theirs.PartialCredentialsError):
-            raise StoreAccessDenied(
-                f"{what}: no complete credentials found",
-                hint="give this node a role, a profile, or AWS_ACCESS_KEY_ID and its secret",
-            ) from None
-        except (theirs.TokenRetrievalError, theirs.UnauthorizedSSOTokenError):
-            raise CredentialsExpired(f"{what}: the session ran out") from None
-        except (theirs.ParamValidationError, theirs.ProfileNotFound) as error:
-            raise ValueError(f"{what}: {type(error).__name__}") from None
-        except theirs.SSLError:
-            raise PermanentStoreError(
-                f"{what}: the connection could not be secured",
-                hint="set ca_bundle to the file of the authority of the server's certificate",
-            ) from None
-        except RecursionError:  # boto3 asks for the region for ever if all answers are redirects
-            raise PermanentStoreError(
-                f"{what}: redirected again and again", hint="set the region or the endpoint"
-            ) from None
-        except theirs.BotoCoreError as error:
-            raise TransientStoreError(
-                f"{what}: {type(error).__name__}",
-                hint="check the endpoint, the network and the credentials' source",
-            ) from None
 
     def _bucket_params(self) -> dict[str, Any]:
         params: dict[str, Any] = {"Bucket": self._settings.bucket}
@@ -505,6 +444,5 @@ def _proxy_of(url: str) -> str | None:
 def _lacks_condition(url: str, why: str) -> StoreLacksConditionalPut:
     return StoreLacksConditionalPut(
         f"{url}: {why}",
-        hint="use a store with conditional writes (If-None-Match), or, for one node and one launch "
-        "at a time only, set exclusive = true",
+        hint="use a store with conditional writes (If-None-Match: *), or a file:// store",
     )

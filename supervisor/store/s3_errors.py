@@ -1,10 +1,11 @@
-"""What an S3 reply means in our error tree. Pure; knows no library.
+"""What an S3 reply means in our error tree. Knows no library.
 
 Only codes and keys go into messages: a body may quote what was signed, and a URL is a secret.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from supervisor.errors import (
@@ -100,21 +101,35 @@ _PERMISSIONS: Final = {
     "abort_multipart_upload": "s3:AbortMultipartUpload",
     "list_parts": "s3:ListMultipartUploadParts",
     "list_objects_v2": "s3:ListBucket",
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
     "delete_object": "s3:DeleteObject",
 }
 
 
-def error_of(*, action: str, key: str, bucket: str, status: int, code: str) -> StoreError:
+def error_of(
+    *,
+    action: str,
+    key: str,
+    bucket: str,
+    status: int,
+    code: str,
+    renew: Callable[[], bool] = lambda: False,
+) -> StoreError:
     """The error for a refused request.
 
     Args:
         action: the name of the client method, as `get_object`.
         code: the code in the body; empty if there is none, as in replies to HEAD.
+        renew: asked when the credentials are to blame; whether others are in use now, so that the
+            request may be tried again.
     """
     what = f"{action} {key!r}: {code or 'HTTP status'} ({status})"
     if code in _EXPIRED:
+        renew()
         return CredentialsExpired(what, hint="renew the credentials of this node")
     if code in _BAD_CREDENTIALS:
+        if renew():
+            return CredentialsExpired(what, hint="others were found; it is tried with those")
         return StoreAccessDenied(
             what, hint="the access key, secret or token is not valid for this endpoint"
         )

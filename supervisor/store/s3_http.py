@@ -93,9 +93,18 @@ class SignedHttp:
     """Sends single attempts within a time limit. Thread-safe."""
 
     def __init__(
-        self, *, sign: Sign, clock: Clock, bucket: str, ca_bundle: str | None, proxy_url: str | None
+        self,
+        *,
+        sign: Sign,
+        renew: Callable[[], bool],
+        clock: Clock,
+        bucket: str,
+        ca_bundle: str | None,
+        proxy_url: str | None,
     ) -> None:
+        """`renew` looks for other credentials when those in use are refused; see `error_of`."""
         self._sign = sign
+        self._renew = renew
         self._clock = clock
         self._bucket = bucket
         hide_secrets()
@@ -183,7 +192,12 @@ class SignedHttp:
         if reply.status == 416:
             return PermanentStoreError(f"{key!r} ends before the range {params.get('Range')}")
         return error_of(
-            action=action, key=key, bucket=self._bucket, status=reply.status, code=reply.code
+            action=action,
+            key=key,
+            bucket=self._bucket,
+            status=reply.status,
+            code=reply.code,
+            renew=self._renew,
         )
 
     def check(self, action: str, params: Mapping[str, Any], reply: Reply) -> Reply:

@@ -114,6 +114,7 @@ class SinglePut:
         verify_object(
             self._store,
             self._plan,
+            chunk_digests,
             wanted=base64.b64encode(self._digest).decode(),
             timeout_s=timeout_s,
         )
@@ -239,6 +240,7 @@ class MultipartUpload:
             verify_object(
                 self._store,
                 self._plan,
+                chunk_digests,
                 wanted=f"{composite}-{len(chunk_digests)}",
                 timeout_s=timeout_s,
             )
@@ -253,23 +255,38 @@ class MultipartUpload:
             ) from error
 
 
-def verify_object(store: S3Store, plan: UploadPlan, *, wanted: str, timeout_s: float) -> None:
-    """Check size and checksum of a complete object.
+def verify_object(
+    store: S3Store,
+    plan: UploadPlan,
+    chunk_digests: Sequence[bytes],
+    *,
+    wanted: str,
+    timeout_s: float,
+) -> None:
+    """Check that a complete object is the one that was sent, as the store's settings say.
 
     Raises:
         ChecksumMismatch: it is another object.
         PermanentStoreError: the store took checksums but keeps none.
         ObjectMissing, StoreError
     """
-    size_bytes, checksum = store.head_checksum(plan.key, timeout_s=timeout_s)
-    if size_bytes != plan.size_bytes:
-        raise ChecksumMismatch(f"{plan.key!r} has {size_bytes} bytes, not {plan.size_bytes}")
     if not store.sends_checksums:
-        return  # our own digest decides at restore
+        size_bytes: int = store.head(plan.key, timeout_s=timeout_s).size_bytes
+        _check_size(plan, size_bytes)
+        if store.reads_back:
+            store.read_back(plan, chunk_digests, timeout_s=timeout_s)
+        return
+    size_bytes, checksum = store.head_checksum(plan.key, timeout_s=timeout_s)
+    _check_size(plan, size_bytes)
     if checksum is None:
         raise PermanentStoreError(
             f"{plan.key!r}: the store keeps no SHA-256 of it",
-            hint='set request_checksums = "when_required" for this store',
+            hint='set [store] checksums = "read-back" for this store',
         )
     if checksum != wanted:
         raise ChecksumMismatch(f"{plan.key!r}: the store's checksum is not the shard's")
+
+
+def _check_size(plan: UploadPlan, size_bytes: int) -> None:
+    if size_bytes != plan.size_bytes:
+        raise ChecksumMismatch(f"{plan.key!r} has {size_bytes} bytes, not {plan.size_bytes}")

@@ -30,7 +30,8 @@ from supervisor.errors import (
     TransientStoreError,
     UploadAbandoned,
 )
-from supervisor.store.s3 import S3Settings, S3Store, open_s3
+from supervisor.store.s3 import S3Store, open_s3
+from supervisor.store.s3_session import S3Settings
 from supervisor.store.s3_upload import MultipartUpload, StoredPart, UploadPlan
 from tests.s3_server import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
@@ -119,7 +120,7 @@ def test_missing_bucket_is_named(endpoint_url: str, call: str) -> None:
 
 @pytest.mark.s3
 def test_without_checksum_headers_size_decides(endpoint_url: str, s3_server: S3Server) -> None:
-    store = open_s3(settings(endpoint_url, request_checksums="when_required"), clock=SystemClock())
+    store = open_s3(settings(endpoint_url, checksums="off"), clock=SystemClock())
 
     upload(store, "jobs/j/plain")
     store.put_if_absent("jobs/j/log/plain", b"record", timeout_s=LIMIT_S)
@@ -247,7 +248,7 @@ def scripted() -> Iterator[tuple[type[ScriptedS3], S3Store]]:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="scripted-s3")
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        store = open_s3(settings(url, prefix="team/"), clock=SystemClock())
+        store = open_s3(settings(url, prefix="team/", checksums="sha256"), clock=SystemClock())
         yield Script, store
         store.close()
         server.shutdown()
@@ -375,7 +376,7 @@ def test_store_that_takes_checksums_but_keeps_none_is_not_believed(
     with pytest.raises(PermanentStoreError) as caught:
         upload.complete([digest], timeout_s=LIMIT_S)
 
-    assert "when_required" in caught.value.hint
+    assert "read-back" in caught.value.hint
 
 
 def test_store_that_ignores_ranges_is_not_believed(
@@ -418,6 +419,7 @@ class _ForgetfulS3:
     """Has forgotten the upload id, as AWS does some time after a complete whose reply was lost."""
 
     sends_checksums = True
+    reads_back = False
 
     def __init__(self, checksum: str | None) -> None:
         self.checksum = checksum
