@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.s3_server import S3Server
+from tests.e2e.harness import Cluster, run_twin
+from tests.fault_proxy import FaultProxy
+from tests.s3_server import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
+
+Twin = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +23,80 @@ def s3_server() -> Iterator[S3Server]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Twin]:
+    """The log of the uninterrupted job for a world size; run once for each."""
+    found: dict[int, Twin] = {}
+
+    def get(world: int) -> Twin:
+        if world not in found:
+            found[world] = run_twin(tmp_path_factory.mktemp(f"twin-{world}"), world=world)
+        return found[world]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def quick_twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    """The uninterrupted job of one rank without worker processes, which starts fast."""
+    return run_twin(tmp_path_factory.mktemp("quick-twin"), world=1, TOY_WORKERS="0")
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(*, world: int = 2, **options: Any) -> Cluster:
+        cluster = Cluster(folder=tmp_path / f"cluster-{len(made)}", world=world, **options)
+        made.append(cluster)
+        return cluster
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture
+def quick_cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
+    """The toy of `quick_twin` on a directory store."""
+    return make_cluster(world=1, env={"TOY_WORKERS": "0"})
+
+
+def s3_options(server: S3Server, endpoint_url: str, **env: str) -> dict[str, Any]:
+    """A cluster's options for a new bucket of the server, reached by this URL."""
+    bucket = f"e2e-{uuid.uuid4().hex[:12]}"
+    server.make_bucket(bucket)
+    return {
+        "store_url": f"s3://{bucket}/runs",
+        "env": {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET_ACCESS_KEY,
+            "AWS_REGION": REGION,
+            "LASTGASP_STORE__ENDPOINT_URL": endpoint_url,
+            "LASTGASP_STORE__ADDRESSING_STYLE": "path",
+            **env,
+        },
+    }
+
+
+@pytest.fixture
+def s3_cluster(make_cluster: Callable[..., Cluster], s3_server: S3Server) -> Cluster:
+    """A cluster whose store is a real S3 server."""
+    return make_cluster(**s3_options(s3_server, s3_server.endpoint_url))
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    """The S3 server behind a proxy that misbehaves on demand."""
+    with FaultProxy(s3_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxied_cluster(
+    make_cluster: Callable[..., Cluster], s3_server: S3Server, proxy: FaultProxy
+) -> Cluster:
+    """The toy of `quick_twin` whose store is behind `proxy`."""
+    return make_cluster(world=1, **s3_options(s3_server, proxy.url, TOY_WORKERS="0"))

@@ -8,21 +8,15 @@ import sys
 import pytest
 
 from supervisor.errors import ExitCode
-from tests.e2e.harness import TOY, assert_exact, read_log, run_twin
+from tests.e2e.harness import TOY, assert_exact, read_log
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUICK = {"TOY_WORKERS": "0"}
 
 
-@pytest.fixture(scope="module")
-def quick_twin(tmp_path_factory):
-    """One rank without worker processes: starts fast."""
-    return run_twin(tmp_path_factory.mktemp("quick-twin"), world=1, **QUICK)
-
-
 @pytest.fixture
-def cluster(make_cluster):
-    return make_cluster(world=1, env=dict(QUICK))
+def cluster(quick_cluster):
+    return quick_cluster
 
 
 def test_a_supervisor_killed_before_the_first_commit_is_followed_by_one_that_takes_up_the_job(

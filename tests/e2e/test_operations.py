@@ -21,17 +21,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUICK = {"TOY_WORKERS": "0"}
 
 
-@pytest.fixture(scope="module")
-def quick_twin(tmp_path_factory):
-    """One rank without worker processes: starts fast."""
-    from tests.e2e.harness import run_twin
-
-    return run_twin(tmp_path_factory.mktemp("quick-twin"), world=1, **QUICK)
-
-
 @pytest.fixture
-def cluster(make_cluster):
-    return make_cluster(world=1, env=dict(QUICK))
+def cluster(quick_cluster):
+    return quick_cluster
 
 
 def run_cli(cluster, node, *arguments: str) -> subprocess.CompletedProcess[str]:
