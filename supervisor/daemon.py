@@ -16,6 +16,7 @@ from supervisor.measure import Measurements
 from supervisor.observer import Observer
 from supervisor.performer import Parts, Performer
 from supervisor.ranks.link import Incoming, Link, LinkClosed
+from supervisor.ranks.server import PeerDenied
 from trainer_sdk.protocol import messages
 from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.framing import close_all
@@ -37,7 +38,7 @@ class Noted:
     facts: dict[str, Any]
 
 
-Item = Event | Incoming | LinkClosed | Noted
+Item = Event | Incoming | LinkClosed | PeerDenied | Noted
 
 
 class Mailbox:
@@ -109,9 +110,11 @@ class Daemon:
                 self._receive(item)
             case LinkClosed(link=link, reason=reason):
                 if reason:
-                    self._observer.log.warning("peer.dropped", pid=link.peer_pid, reason=reason)
+                    self._observer.dropped(link.peer_pid, reason)
                 for event in self._parts.board.lost(link):
                     self._handle(event)
+            case PeerDenied(pid=pid, uid=uid, reason=reason):
+                self._observer.denied(pid, uid, reason)
             case _:
                 self._handle(item)
 
@@ -119,10 +122,7 @@ class Daemon:
         try:
             events = self._parts.board.receive(incoming)
         except ProtocolError as error:
-            self._observer.log.warning(
-                "peer.dropped", pid=incoming.link.peer_pid, error_id="protocol_error",
-                reason=str(error),
-            )  # fmt: skip
+            self._observer.dropped(incoming.link.peer_pid, str(error))
             incoming.link.close()
             return
         if isinstance(incoming.message, messages.Sealed):

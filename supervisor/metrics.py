@@ -112,6 +112,10 @@ class Metrics:
         self.heartbeat_age = Gauge(
             "lastgasp_sdk_heartbeat_age_seconds", "Freshest sign of life", registry=registry
         )
+        self.peers_refused = Counter(
+            "lastgasp_peers_refused_total", "Connections ended or not let in", ["error"],
+            registry=registry,
+        )  # fmt: skip
         self.polls = Counter(
             "lastgasp_metadata_polls_total", "Looks at notice sources", ["provider", "result"],
             registry=registry,

@@ -23,6 +23,7 @@ from supervisor.ranks.board import RankBoard
 from trainer_sdk.protocol import messages
 
 STATUS_FORMAT = 1
+MAX_DENIED_TOLD = 20
 # The parts of an evacuation, in order, as drill and status show them.
 MILESTONES = ("told", "staged", "spooled", "committed", "stopped", "relaunched", "training")
 
@@ -52,6 +53,7 @@ class Observer:
         self.snapshot: dict[str, Any] = dict(self._fixed)
         self._sources: dict[str, SourceHealth] = {}
         self._failing: set[str] = set()
+        self._denied_uids: set[int] = set()
         self._last_commit: dict[str, Any] | None = None
         self._evacuation: dict[str, Any] | None = None
         self._evacuation_began_at = 0.0
@@ -85,6 +87,24 @@ class Observer:
                 self.metrics.ranks_expected.set(world_size)
             case _:
                 return
+
+    def dropped(self, pid: int, reason: str) -> None:
+        """A connection broke the protocol and was ended; the others go on."""
+        self.log.warning("peer.dropped", pid=pid, error_id="protocol_error", reason=reason)
+        self.metrics.peers_refused.labels("protocol_error").inc()
+
+    def denied(self, pid: int, uid: int, reason: str) -> None:
+        """Somebody was not let in. Each user is told of once, or anybody could fill the log."""
+        self.metrics.peers_refused.labels("peer_denied").inc()
+        if uid not in self._denied_uids and len(self._denied_uids) < MAX_DENIED_TOLD:
+            self._denied_uids.add(uid)
+            self.log.warning(
+                "peer.denied",
+                pid=pid,
+                error_id="peer_denied",
+                reason=reason,
+                hint="run the job and the supervisor as one user",
+            )
 
     def noted(self, kind: str, facts: dict[str, Any], measurements: Measurements) -> None:
         """A worker thread has a fact to tell."""

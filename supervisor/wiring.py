@@ -24,6 +24,7 @@ from supervisor.daemon import Daemon, Mailbox
 from supervisor.errors import JobFinished, NoCheckpointFound
 from supervisor.job.keeper import JobKeeper
 from supervisor.job.launch import check_command
+from supervisor.job.processes import shell_above_us
 from supervisor.lifecycle import JobState, Phase, Policy, inputs
 from supervisor.lifecycle.inputs import Notice, NoticeKind
 from supervisor.memory import available_bytes
@@ -151,11 +152,12 @@ class Supervised:
         daemon = Daemon(
             JobState(policy=self._policy()), parts, self._mailbox, observer, on_turn=service.turned
         )
-        server = RankServer(self._runtime, post=self._mailbox.put)
+        server = RankServer(self._runtime, clock=self._clock, post=self._mailbox.put)
         server.start()
         self._start_status(observer)
         self._start_watchers()
         self._handle_signals()
+        self._warn_of_shell()
         service.ready()
         self._log.info("supervisor.started", store=store.url, pid=os.getpid())
         try:
@@ -347,6 +349,16 @@ class Supervised:
                 )
             )
         return found
+
+    def _warn_of_shell(self) -> None:
+        command = shell_above_us()
+        if command is not None:
+            self._log.warning(
+                "signals.may_not_arrive",
+                reason=f"started by `{command}`, which does not pass SIGTERM on",
+                hint="start it with exec: sh -c 'exec lastgasp run ...'; notices by metadata, by "
+                "file and by `lastgasp notify` arrive either way",
+            )
 
     def _handle_signals(self) -> None:
         lead_s = self._config["notice.sigterm_lead"]

@@ -109,6 +109,33 @@ def delay(seconds: float) -> Fault:
     return fault
 
 
+def delay_reply(seconds: float) -> Fault:
+    """The server does it at once, and the client hears of it later."""
+
+    def fault(exchange: _Exchange) -> None:
+        reply = exchange.forward()
+        time.sleep(seconds)
+        exchange.reply(*_in_order(*reply))
+
+    return fault
+
+
+def append_to_body(trailer: bytes) -> Fault:
+    """Have the server store more than was sent."""
+
+    def fault(exchange: _Exchange) -> None:
+        exchange.alter_body(lambda body: body + trailer)
+        exchange.relay()
+
+    return fault
+
+
+def flip_bit_of_body(exchange: _Exchange) -> None:
+    """Have the server store other bytes of the same length."""
+    exchange.alter_body(lambda body: bytes([body[0] ^ 1]) + body[1:])
+    exchange.relay()
+
+
 def hold_until(event: threading.Event) -> Fault:
     """Pass it on once the event is set."""
 
@@ -295,6 +322,11 @@ class _Exchange(BaseHTTPRequestHandler):
             return reply.status, dict(reply.getheaders()), reply.read()
         finally:
             server.close()
+
+    def alter_body(self, change: Callable[[bytes], bytes]) -> None:
+        """For the signed requests of ours, whose signature does not cover the body."""
+        self._pending.body = change(self._pending.body)
+        self.headers.replace_header("Content-Length", str(len(self._pending.body)))
 
     def relay(self) -> None:
         self.reply(*_in_order(*self.forward()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import socket
 import subprocess
@@ -15,6 +15,8 @@ from pathlib import Path
 
 ACCESS_KEY_ID = "ciaccess"
 SECRET_ACCESS_KEY = "ci-secret-key"
+# A second key of the same rights, for credentials that are rotated.
+SECOND_ACCESS_KEY_ID = "cirotated"
 REGION = "us-east-1"
 READY_WITHIN_S = 40.0
 
@@ -95,18 +97,24 @@ class S3Server:
             "-webdav=false",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
+            f"-s3.config={self._write_identities()}",
             "-s3.autoCreateBucket=false",
             "-s3.allowDeleteBucketNotEmpty=false",
             *(f"-{name}.port={port}" for name, port in ports.items()),
         ]
-        environment = os.environ | {
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY_ID,
-            "AWS_SECRET_ACCESS_KEY": SECRET_ACCESS_KEY,
-        }
         with (self._folder / "server.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command, cwd=self._folder, env=environment, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
+
+    def _write_identities(self) -> Path:
+        assert self._folder is not None
+        keys = [
+            {"accessKey": key, "secretKey": SECRET_ACCESS_KEY}
+            for key in (ACCESS_KEY_ID, SECOND_ACCESS_KEY_ID)
+        ]
+        identity = {"name": "ci", "credentials": keys, "actions": ["Admin"]}
+        path = self._folder / "identities.json"
+        path.write_text(json.dumps({"identities": [identity]}))
+        return path
 
     def _wait_until_ready(self) -> bool:
         give_up_at = time.monotonic() + READY_WITHIN_S

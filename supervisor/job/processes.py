@@ -18,6 +18,7 @@ from supervisor.job.rank_env import MARKER
 
 TERM_GRACE_S = 5.0
 KILL_LIMIT_S = 30.0
+SHELLS = frozenset({"sh", "ash", "bash", "dash", "ksh", "zsh", "busybox"})
 
 
 def members(launch: str) -> list[psutil.Process]:
@@ -67,6 +68,23 @@ def stop_job(
             on_left([process.pid for process in left])
             return
         psutil.wait_procs(left, timeout=0.5)
+
+
+def shell_above_us() -> str | None:
+    """A `sh -c ...` that waits for us, and so gets the signals that are meant for us; else None.
+
+    Its whole command is not returned: it may hold what nobody should read in a log.
+    """
+    try:
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent is not None else []
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None
+    if not command or os.path.basename(command[0]).lstrip("-") not in SHELLS:
+        return None
+    flags = [argument for argument in command[1:3] if argument.startswith("-")]
+    is_script = any("c" in flag and not flag.startswith("--") for flag in flags)
+    return f"{os.path.basename(command[0])} -c" if is_script else None
 
 
 def _send(pid: int, number: signal.Signals) -> None:

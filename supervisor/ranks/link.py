@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from supervisor.clock import Clock, Deadline
 from trainer_sdk.protocol import framing
 from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.messages import (
@@ -20,6 +21,11 @@ from trainer_sdk.protocol.messages import (
 
 # A frame that has begun must end within this; a peer that dribbles is dropped.
 FRAME_TIMEOUT_S = 10.0
+# A peer that connects and says nothing takes a place that a rank may need.
+FIRST_FRAME_TIMEOUT_S = 60.0
+# A rank sends a handful a step at most; a flood would fill the one queue that all share.
+MAX_MESSAGES = 10_000
+MESSAGES_WINDOW_S = 10.0
 # Messages are small and the ranks' link threads only read: a send that blocks means a stuck peer.
 SEND_TIMEOUT_S = 1.0
 POLL_MS = 500
@@ -49,9 +55,16 @@ class Link:
     """
 
     def __init__(
-        self, sock: socket.socket, *, peer_pid: int, post: Callable[[Incoming | LinkClosed], None]
+        self,
+        sock: socket.socket,
+        *,
+        peer_pid: int,
+        clock: Clock,
+        post: Callable[[Incoming | LinkClosed], None],
     ) -> None:
         self.peer_pid = peer_pid
+        self._clock = clock
+        self._has_spoken = False
         self.rank: int | None = None
         self._sock = sock
         self._post = post
@@ -89,10 +102,17 @@ class Link:
 
     def _read(self) -> None:
         reason = ""
+        limit = RateLimit(self._clock, MAX_MESSAGES, MESSAGES_WINDOW_S)
         try:
             while self._wait_readable():
                 self._sock.settimeout(FRAME_TIMEOUT_S)
                 body, fds = framing.receive_frame(self._sock)
+                self._has_spoken = True
+                if not limit.allows():
+                    framing.close_all(fds)
+                    raise ProtocolError(
+                        f"more than {MAX_MESSAGES} messages in {MESSAGES_WINDOW_S:g} s"
+                    )
                 self._post(Incoming(self, self._decode(body, fds), tuple(fds)))
         except framing.ConnectionClosed:
             pass
@@ -113,7 +133,29 @@ class Link:
     def _wait_readable(self) -> bool:
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
+        silence = Deadline.after(self._clock, FIRST_FRAME_TIMEOUT_S)
         while not self._stop.is_set():
             if poller.poll(POLL_MS):
                 return True
+            if not self._has_spoken and silence.is_over:
+                raise ProtocolError(f"no message within {FIRST_FRAME_TIMEOUT_S:g} s of connecting")
         return False
+
+
+class RateLimit:
+    """At most `limit` passes in each window of `window_s` seconds. One thread."""
+
+    def __init__(self, clock: Clock, limit: int, window_s: float) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._window_s = window_s
+        self._began_at = clock.monotonic()
+        self._count = 0
+
+    def allows(self) -> bool:
+        """Whether one more may pass now."""
+        now = self._clock.monotonic()
+        if now - self._began_at >= self._window_s:
+            self._began_at, self._count = now, 0
+        self._count += 1
+        return self._count <= self._limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,7 +11,9 @@ import stat
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from supervisor.clock import Clock
 from supervisor.errors import AlreadyRunningError, ExitCode, SupervisorError
 from supervisor.ranks.link import Incoming, Link, LinkClosed
 from trainer_sdk.protocol.framing import short_socket_path
@@ -24,6 +27,15 @@ class RuntimeDirError(SupervisorError):
 
     error_id = "runtime_dir_unsafe"
     exit_code = ExitCode.CONFIG
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDenied:
+    """Somebody who may not talk to us tried to: another user, or one connection too many."""
+
+    pid: int
+    uid: int
+    reason: str
 
 
 class RuntimeDir:
@@ -68,7 +80,9 @@ class RuntimeDir:
 
 def _make_private(path: str) -> None:
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        _make_parents(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
         found = os.stat(path, follow_symlinks=False)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
             os.chmod(path, 0o700)  # a umask of 0 must not open it
@@ -84,13 +98,25 @@ def _make_private(path: str) -> None:
     )
 
 
+def _make_parents(path: str) -> None:
+    """Missing parents are ours alone too: who may write to one could swap what is below it."""
+    if not os.path.isdir(path):
+        _make_parents(os.path.dirname(path))
+        os.mkdir(path, 0o700)
+
+
 class RankServer:
     """Accepts connections and hands each a reader thread."""
 
     def __init__(
-        self, runtime_dir: RuntimeDir, *, post: Callable[[Incoming | LinkClosed], None]
+        self,
+        runtime_dir: RuntimeDir,
+        *,
+        clock: Clock,
+        post: Callable[[Incoming | LinkClosed | PeerDenied], None],
     ) -> None:
         self._path = runtime_dir.socket_path
+        self._clock = clock
         self._post = post
         self._stop = threading.Event()
         self._links: set[Link] = set()
@@ -150,10 +176,16 @@ class RankServer:
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
         self._links = {link for link in self._links if not link.is_closed}
-        if uid not in (os.getuid(), 0) or len(self._links) >= MAX_LINKS:
+        refusal = ""
+        if uid not in (os.getuid(), 0):
+            refusal = f"it belongs to uid {uid}, this supervisor to uid {os.getuid()}"
+        elif len(self._links) >= MAX_LINKS:
+            refusal = f"there are {MAX_LINKS} connections already"
+        if refusal:
             sock.close()
+            self._post(PeerDenied(pid=pid, uid=uid, reason=refusal))
             return
-        link = Link(sock, peer_pid=pid, post=self._post)
+        link = Link(sock, peer_pid=pid, clock=self._clock, post=self._post)
         self._links.add(link)
         link.start()
 

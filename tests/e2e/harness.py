@@ -285,3 +285,15 @@ format = "json"
                     process.kill()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
+
+
+SIZED = ROOT / "tests" / "jobs" / "sized.py"
+SIZED_COMMAND = [sys.executable, str(SIZED)]
+
+
+def assert_sized(run: Mapping[int, list[dict[str, Any]]], *, last_step: int) -> None:
+    """Every line of the sized job has the values of its step, and no step is missing."""
+    for rank, lines in run.items():
+        for line in lines:
+            assert line["values"] == [line["step"]] * 2, f"rank {rank}: {line}"
+        assert {line["step"] for line in lines} == set(range(1, last_step + 1)), f"rank {rank}"

@@ -18,9 +18,9 @@ from supervisor.errors import AlreadyRunningError, ExitCode
 from supervisor.lifecycle import inputs
 from supervisor.ranks.board import RankBoard
 from supervisor.ranks.link import Incoming, LinkClosed
-from supervisor.ranks.server import RankServer, RuntimeDir, RuntimeDirError
+from supervisor.ranks.server import PeerDenied, RankServer, RuntimeDir, RuntimeDirError
 from supervisor.ranks.slots import SlotBuffer
-from tests.fakes import wait_until
+from tests.fakes import connect_as_nobody, wait_until
 from trainer_sdk.protocol import framing, messages
 from trainer_sdk.protocol.control_page import ControlPage
 from trainer_sdk.protocol.errors import ProtocolError
@@ -40,8 +40,8 @@ class Server:
 
     def __init__(self, path: str) -> None:
         self.runtime = RuntimeDir(path)
-        self.posts: list[Incoming | LinkClosed] = []
-        self._server = RankServer(self.runtime, post=self.posts.append)
+        self.posts: list[Incoming | LinkClosed | PeerDenied] = []
+        self._server = RankServer(self.runtime, clock=SystemClock(), post=self.posts.append)
         self._server.start()
 
     def connect(self) -> socket.socket:
@@ -147,7 +147,7 @@ def test_a_file_in_place_of_the_socket_is_not_removed(tmp_path: Path) -> None:
     path.mkdir(mode=0o700)
     (path / "supervisor.sock").write_text("precious")
     runtime = RuntimeDir(str(path))
-    server = RankServer(runtime, post=lambda post: None)
+    server = RankServer(runtime, clock=SystemClock(), post=lambda post: None)
 
     with pytest.raises(RuntimeDirError, match="cannot be made"):
         server.start()
@@ -406,6 +406,63 @@ def test_a_peer_that_does_not_end_its_frame_is_dropped(
         wait_until(lambda: len(server.closed()) == 1)
 
         assert "timed out" in server.closed()[0].reason
+
+
+def test_f62_a_peer_that_says_nothing_gives_its_place_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.ranks.link.FIRST_FRAME_TIMEOUT_S", 0.1)
+    with server.connect(), server.connect() as good:
+        framing.send_frame(good, SAVE)
+
+        wait_until(lambda: len(server.closed()) == 1)
+
+        assert "no message within" in server.closed()[0].reason
+        assert len(server.messages()) == 1
+
+
+def test_f62_a_peer_that_floods_is_dropped_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.ranks.link.MAX_MESSAGES", 10)
+    with server.connect() as flooding, server.connect() as good:
+        for _ in range(11):
+            framing.send_frame(flooding, SAVE)
+        wait_until(lambda: len(server.closed()) == 1)
+
+        framing.send_frame(good, SAVE)
+        wait_until(lambda: len(server.messages()) == 11)
+
+        assert "more than 10 messages" in server.closed()[0].reason
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_f63_a_peer_of_another_user_is_not_let_in(server: Server) -> None:
+    """Even where the directory and the socket were opened to all by hand."""
+    os.chmod(server.runtime.path, 0o777)
+    os.chmod(server.runtime.socket_path, 0o777)
+    path = Path(server.runtime.path)
+    for parent in path.parents[:3]:
+        os.chmod(parent, os.stat(parent).st_mode | 0o011)
+
+    told = connect_as_nobody(server.runtime.socket_path)
+    wait_until(lambda: len(server.posts) == 1)
+
+    denied = server.posts[0]
+    assert told == "closed at once"
+    assert isinstance(denied, PeerDenied)
+    assert denied.uid == 65534
+    assert "uid 65534" in denied.reason
+
+
+def test_missing_parents_of_the_directory_are_ours_alone_too(
+    tmp_path: Path, open_umask: None
+) -> None:
+    runtime = RuntimeDir(str(tmp_path / "some" / "where" / "run"))
+
+    for directory in ("some", "some/where", "some/where/run"):
+        assert stat.S_IMODE((tmp_path / directory).stat().st_mode) == 0o700
+    runtime.close()
 
 
 def test_stopping_ends_every_connection_and_thread(tmp_path: Path) -> None:
