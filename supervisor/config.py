@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from supervisor.errors import ConfigError
-from supervisor.units import parse_duration
+from supervisor.units import parse_duration, parse_size, show_size
 from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.names import check_job_id
 
@@ -134,6 +134,16 @@ def _duration(minimum_s: float, maximum_s: float) -> Callable[[Any], float]:
     return read
 
 
+def _size(minimum: int, maximum: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        size_bytes = parse_size(value)
+        if not minimum <= size_bytes <= maximum:
+            raise ValueError(f"a size from {minimum} B to {show_size(maximum)}")
+        return size_bytes
+
+    return read
+
+
 def _listen(value: Any) -> str:
     text = _text(value)
     host, _, port = text.rpartition(":")
@@ -168,6 +178,11 @@ _DURATION_SCHEMA: Mapping[str, Any] = {
 }
 
 
+_SIZE_SCHEMA: Mapping[str, Any] = {
+    "anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(\.\d+)? ?(B|[KMGT]i?B)?$"}]
+}
+
+
 def _option(
     name: str,
     default: Any,
@@ -184,6 +199,10 @@ def _choice(name: str, default: str, allowed: tuple[str, ...], doc: str) -> Opti
 
 def _seconds(name: str, default: Any, limits: tuple[float, float], doc: str) -> Option:
     return _option(name, default, _duration(*limits), doc, _DURATION_SCHEMA)
+
+
+def _bytes(name: str, default: Any, limits: tuple[int, int], doc: str) -> Option:
+    return _option(name, default, _size(*limits), doc, _SIZE_SCHEMA)
 
 
 def _number(name: str, default: Any, limits: tuple[int, int], doc: str) -> Option:
@@ -213,6 +232,30 @@ OPTIONS: tuple[Option, ...] = (
     _number("store.upload_threads", 8, (1, 64), "Chunks in flight at once."),
     _seconds("store.chunk_timeout", "120s", (1, DAY_S), "For one chunk, retries included."),
     _option("spool.path", None, _path, "Local disk for checkpoints; NVMe if there is one."),
+    _option(
+        "spool.require_mount",
+        False,
+        _bool,
+        "Refuse to start unless spool.path is a mount point, which it is not after a reboot that "
+        "did not mount the disk.",
+        {"type": "boolean"},
+    ),
+    _bytes(
+        "spool.ballast",
+        "64MiB",
+        (0, 1 << 40),
+        "Reserved there, and given up for a checkpoint when the disk is full; 0 for none.",
+    ),
+    _bytes(
+        "spool.min_rate",
+        "16MiB",
+        (1, 1 << 40),
+        "Bytes a second. A disk that falls behind by more than spool.patience is given up for that "
+        "checkpoint, which goes to the store alone.",
+    ),
+    _seconds(
+        "spool.patience", "10s", (0.1, 3600), "How long the disk may fall behind, or do nothing."
+    ),
     _number("checkpoint.every_steps", None, (1, 10**9), "Save at every multiple of this step."),
     _seconds("checkpoint.every", None, (1, 30 * DAY_S), "Save after so much time."),
     _choice("checkpoint.staging", "auto", ("auto", "memory", "disk"), "Where images are staged."),

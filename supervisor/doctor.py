@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from supervisor import wiring
-from supervisor.checkpoint.spool import ImageWriter, SpoolError
+from supervisor.checkpoint.image_file import ImageWriter
+from supervisor.checkpoint.spool_errors import SpoolError
 from supervisor.clock import SystemClock
 from supervisor.config import Config, runtime_dir, spool_root
 from supervisor.errors import SupervisorError

@@ -34,8 +34,10 @@ NAMES: Final = frozenset(
         "sweep.delete",
         "dir.link",  # directory store: the name of a slot or small object
         "dir.rename",  # directory store: the name of a shard
+        "spool.open",  # a file of the spool, with its space reserved
         "spool.write",
         "spool.fsync",
+        "spool.close",
         "spool.publish",  # the directory of a whole checkpoint gets its name
         "spool.note",  # where an upload can be resumed
         "job.note",  # who runs torchrun: read by the supervisor that takes the job up

@@ -120,6 +120,23 @@ class Metrics:
             "lastgasp_metadata_polls_total", "Looks at notice sources", ["provider", "result"],
             registry=registry,
         )  # fmt: skip
+        self.spool_failures = Counter(
+            "lastgasp_spool_failures_total",
+            "Checkpoints without a local copy, by what the disk did",
+            ["error"],
+            registry=registry,
+        )
+        self.spool_suspect = Gauge(
+            "lastgasp_spool_suspect",
+            "1 once the local disk failed an input or output: it is not used any more in this life",
+            registry=registry,
+        )
+        self.spool_duration = Histogram(
+            "lastgasp_spool_duration_seconds",
+            "From staged to spooled",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.disk_free = Gauge("lastgasp_local_disk_free_bytes", "Spool", registry=registry)
         self.set_phase(phases[0])
 

@@ -51,6 +51,12 @@ class Observer:
             "spool": spool_path,
         }
         self.snapshot: dict[str, Any] = dict(self._fixed)
+        self._spool: dict[str, Any] = {
+            "last_step": None,
+            "last_error_id": None,
+            "is_failing": False,
+            "is_suspect": False,
+        }
         self._sources: dict[str, SourceHealth] = {}
         self._failing: set[str] = set()
         self._denied_uids: set[int] = set()
@@ -121,8 +127,15 @@ class Observer:
                 self.metrics.upload_retries.labels(facts["error_id"]).inc()
             case "health":
                 self._health(facts["health"], facts["failure"])
+            case "spooled":
+                self.metrics.spool_duration.observe(facts["seconds"])
+                self._spool |= {"last_step": facts["step"], "is_failing": False}
             case "spool_failed":
-                self.log.error("spool.failed", error_id=facts["error_id"], reason=facts["reason"])
+                self._spool_failed(facts)
+            case "spool_rejected":
+                self.log.warning("spool.rejected", error_id="shard_corrupt_local", **facts)
+            case "thread_refused":
+                self.log.error("thread.refused", **facts)
             case "slots_failed":
                 self.log.error("slots.failed", **facts)
             case "record_failed":
@@ -135,6 +148,17 @@ class Observer:
                 self.log.error("job.strays_left", pids=facts["pids"])
             case _:
                 raise AssertionError(kind)
+
+    def _spool_failed(self, facts: dict[str, Any]) -> None:
+        """A checkpoint without a local copy; the store gets it all the same."""
+        told = {name: facts[name] for name in ("error_id", "reason", "hint")}
+        self.log.error("spool.failed", **told)
+        self.metrics.spool_failures.labels(facts["error_id"]).inc()
+        self._last_error = {"event": "spool.failed", "at": self._clock.wall(), **told}
+        self._spool |= {"is_failing": True, "last_error_id": facts["error_id"]}
+        if facts["is_suspect"]:
+            self._spool["is_suspect"] = True
+            self.metrics.spool_suspect.set(1)
 
     def _committed(self, done: Committed, measurements: Measurements) -> None:
         measurements.saw_persist(
@@ -317,6 +341,7 @@ class Observer:
             "predicted_emergency_s": round(prediction.fresh_needs_s, 3),
             "evacuation": self._evacuation,
             "num_crashes": state.num_crashes,
+            "spool_state": dict(self._spool),
             "notice_sources": [
                 {
                     "name": health.name,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from supervisor.checkpoint.fetch import Fetch, FetchedCheckpoint, FetchTools, Images
 from supervisor.checkpoint.local import LocalSets
 from supervisor.checkpoint.persist import Group, PersistCancelled, PersistJob, Tools
+from supervisor.checkpoint.upload import ImageChanged
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.clock import Clock, Deadline
 from supervisor.commit import rules
@@ -77,6 +78,8 @@ class Performer:
         self._post = post
         self._note = on_note
         self._recorder = WorkerPool("recorder", 1)
+        # Made now, for the moment in which the system gives no more threads.
+        self._standby = WorkerPool("standby", 2)
         self._prefetch = Prefetch(parts.log, parts.fetch, parts.clock)
         self._fence = FenceWatch(
             parts.log,
@@ -158,7 +161,11 @@ class Performer:
                 return None
 
     def _in_thread(self, name: str, call: Callable[[], None]) -> None:
-        threading.Thread(target=call, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=call, name=name, daemon=True).start()
+        except RuntimeError as error:  # a limit on processes or threads was reached
+            self._note("thread_refused", thread=name, reason=str(error))
+            self._standby.submit(call)
 
     # ------------------------------------------------------------ job
 
@@ -245,8 +252,9 @@ class Performer:
             local=local,
         )
         got = claim(parts.log, request, deadline, retention=parts.persist.retention)
-        if parts.persist.spool is not None:
-            parts.persist.spool.drop_foreign(gen=got.gen, group=action.incarnation)
+        if parts.persist.flusher is not None:
+            spare = (got.local.gen, got.local.step) if got.local is not None else None
+            parts.persist.flusher.settle(gen=got.gen, group=action.incarnation, spare=spare)
         return got
 
     def _local_in_memory(self, action: outputs.ClaimGeneration) -> tuple[LocalStep, Images] | None:
@@ -367,6 +375,7 @@ class Performer:
 
     def _ask_save(self, action: outputs.AskSave) -> None:
         self._parts.board.forget_image(action.slot)
+        self._release_images(action.slot)
         for seat in self._parts.board.seats.values():
             seat.page.ask_save(action.step, action.slot)
 
@@ -391,6 +400,7 @@ class Performer:
             seat = self._parts.board.seats.get(action.rank)
             if seat is not None:
                 seat.seals.pop(action.slot, None)
+            self._release_images(action.slot)
         message = messages.Order(action=action.action, step=action.step, slot=action.slot)
         self._parts.board.send(action.rank, message)
 
@@ -414,7 +424,7 @@ class Performer:
             group=self._group_of(got),
             step=step,
             images=self._parts.board.images(slot, step=step),
-            on_spooled=lambda: self._post(inputs.Spooled(job=number, slot=slot, step=step)),
+            on_spooled=self._spooled(number, slot, step),
         )
         self.persists[slot] = job
         self._in_thread(f"persist-{step}", lambda: self._run_persist(job, number, slot, step))
@@ -430,9 +440,22 @@ class Performer:
             group=self._group_of(got),
             step=step,
             images={image.rank: (image.buffer, image.size_bytes) for image in fetched.images},
-            on_spooled=lambda: self._post(inputs.Spooled(job=number, slot=None, step=step)),
+            on_spooled=self._spooled(number, None, step),
         )
         self._in_thread(f"persist-{step}", lambda: self._run_persist(job, number, None, step))
+
+    def _spooled(self, number: int, slot: int | None, step: int) -> Callable[[float], None]:
+        def tell(seconds: float) -> None:
+            self._note("spooled", step=step, seconds=seconds)
+            self._post(inputs.Spooled(job=number, slot=slot, step=step))
+
+        return tell
+
+    def _release_images(self, slot: int) -> None:
+        """The ranks are about to write this slot: what still reads it must not count any more."""
+        job = self.persists.get(slot)
+        if job is not None:
+            job.release_images()
 
     def _group_of(self, got: Claim) -> Group:
         return Group(
@@ -447,6 +470,9 @@ class Performer:
             self._post(inputs.FencedOff(generation=job.group.gen))
         except PersistCancelled as error:
             self._post(_persist_failed(number, slot, step, error, is_cancelled=True))
+        except ImageChanged as error:
+            self._drop_image(error, slot, step)
+            self._post(_persist_failed(number, slot, step, error, is_cancelled=False))
         except Exception as error:  # noqa: BLE001 - the set must not count as on its way for ever
             self._post(_persist_failed(number, slot, step, error, is_cancelled=False))
         else:
@@ -456,6 +482,15 @@ class Performer:
                     job=number, slot=slot, step=step, generation=job.group.gen, seq=done.seq
                 )
             )
+
+    def _drop_image(self, error: ImageChanged, slot: int | None, step: int) -> None:
+        """Trying again would commit bytes that nobody trained: the set goes, and another is asked
+        for where the ranks still train."""
+        if slot is None:
+            return
+        reason = _with_hint(error)
+        self._post(inputs.RankUnsealed(rank=error.rank, slot=slot, step=step, reason=reason))
+        self._post(inputs.SaveRequested(source="damaged image"))
 
     def _tell_committed(self, action: outputs.TellCommitted) -> None:
         message = messages.Committed(generation=action.generation, step=action.step)

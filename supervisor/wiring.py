@@ -12,9 +12,13 @@ from typing import Any
 
 from supervisor import log as logs
 from supervisor.checkpoint.fetch import FetchTools
+from supervisor.checkpoint.flush import Flusher
 from supervisor.checkpoint.local import LocalSets
+from supervisor.checkpoint.notes import UploadNotes
+from supervisor.checkpoint.pace import PaceLimits
 from supervisor.checkpoint.persist import Tools
-from supervisor.checkpoint.spool import Spool, SpoolError
+from supervisor.checkpoint.spool import Spool
+from supervisor.checkpoint.spool_errors import SpoolError, SpoolNotMounted
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.clock import Clock, Deadline, SystemClock
 from supervisor.commit.log import CommitLog
@@ -48,8 +52,8 @@ from supervisor.systemd import ServiceManager
 PROBE_LIMIT_S = 30.0
 START_LIMIT_S = 60.0
 READ_LIMIT_S = 30.0
-# Hashing is quick beside the disk; two threads keep O_DIRECT writes overlapped with hashing.
-NUM_FLUSHERS = 2
+# One SHA-256 stream is slower than an NVMe disk; more threads than this win nothing.
+NUM_HASHERS = min(4, os.cpu_count() or 1)
 NUM_READERS = 8
 # Of what is free, images may take this much; the rest is the training's own.
 MEMORY_SHARE = 0.8
@@ -171,13 +175,50 @@ class Supervised:
 
     def _open_spool(self) -> Spool | None:
         """The spool, or None with a warning: checkpoints then go to the store from memory alone."""
+        must_mount = self._config["spool.require_mount"]
         try:
-            return Spool(spool_root(self._config, self._environ), self._config["job.id"])
-        except SpoolError as error:
-            self._log.warning(
-                "spool.failed", error_id=error.error_id, reason=error.message, hint=error.hint
+            return Spool(
+                spool_root(self._config, self._environ),
+                self._config["job.id"],
+                ballast_bytes=self._config["spool.ballast"],
+                require_mount=must_mount,
+                on_rejected=lambda gen, step, reason: self._mailbox.note(
+                    "spool_rejected", generation=gen, step=step, reason=reason
+                ),
             )
+        except SpoolError as error:
+            if must_mount and isinstance(error, SpoolNotMounted):
+                raise
+            self._spool_failed(error)
             return None
+
+    def _spool_failed(self, error: SpoolError) -> None:
+        self._mailbox.note(
+            "spool_failed",
+            error_id=error.error_id,
+            reason=error.message,
+            hint=error.hint,
+            is_suspect=error.is_suspect,
+        )
+
+    def _flusher(self, spool: Spool | None) -> Flusher | None:
+        if spool is None:
+            return None
+        try:
+            notes = UploadNotes(spool.path)
+        except SpoolError as error:
+            self._spool_failed(error)
+            return None
+        return Flusher(
+            spool,
+            notes,
+            clock=self._clock,
+            limits=PaceLimits(
+                least_bytes_per_s=self._config["spool.min_rate"],
+                patience_s=self._config["spool.patience"],
+            ),
+            on_error=self._spool_failed,
+        )
 
     def _check_log(self, log: CommitLog, spool: Spool | None) -> None:
         """A finished job ends here, and one that lost its checkpoints too, before a GPU is used."""
@@ -217,16 +258,13 @@ class Supervised:
             keeper=keeper,
             persist=Tools(
                 log=log,
-                spool=spool,
+                flusher=self._flusher(spool),
                 clock=self._clock,
-                flushers=WorkerPool("flush", NUM_FLUSHERS),
+                hashers=WorkerPool("hash", NUM_HASHERS),
                 uploaders=WorkerPool("upload", config["store.upload_threads"]),
                 retention=Retention(keep=config["checkpoint.keep"]),
                 chunk_timeout_s=config["store.chunk_timeout"],
                 commit_timeout_s=COMMIT_LIMIT_S,
-                on_spool_error=lambda error: self._mailbox.note(
-                    "spool_failed", error_id=error.error_id, reason=error.message
-                ),
                 on_uploaded=lambda size: self._mailbox.note("uploaded", size_bytes=size),
             ),
             fetch=FetchTools(

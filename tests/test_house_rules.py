@@ -160,7 +160,7 @@ def test_every_log_event_is_declared():
 
 def test_state_on_disk_is_written_by_the_few_modules_that_sync_it():
     """A bare open(..., "w") on a state path would lose data in a crash."""
-    allowed = {"supervisor/checkpoint/spool.py", "supervisor/job/keeper.py"}
+    allowed = {"supervisor/checkpoint/files.py", "supervisor/job/keeper.py"}
     for path in modules("supervisor"):
         name = str(path.relative_to(ROOT))
         for node in ast.walk(ast.parse(path.read_text())):

@@ -32,6 +32,7 @@ from trainer_sdk.protocol.image import ALIGN_BYTES, MAX_HEADER_BYTES, parse_head
 from trainer_sdk.protocol.manifest import Manifest, ShardEntry, shard_digest
 from trainer_sdk.protocol.names import JobKeys
 
+READ_BYTES = 4 << 20
 Source = Literal["memory", "spool", "store"]
 Images = Mapping[int, tuple[SlotBuffer, int]]
 
@@ -123,11 +124,12 @@ def verified_in_memory(images: Images, world: int) -> FetchedCheckpoint | None:
     )
 
 
-def verified_in_spool(found: SpooledCheckpoint) -> FetchedCheckpoint | None:
-    """A checkpoint of the spool, if every image is there and matches its digests."""
+def verified_in_spool(spool: Spool, found: SpooledCheckpoint) -> FetchedCheckpoint | None:
+    """A checkpoint of the spool, if every image is there and matches its digests; one that does not
+    is removed."""
     images = []
     for shard in found.record.shards:
-        buffer = _spooled_buffer(found, shard)
+        buffer = _spooled_buffer(spool, found, shard)
         if buffer is None:
             return None
         images.append(
@@ -149,15 +151,39 @@ def verified_in_spool(found: SpooledCheckpoint) -> FetchedCheckpoint | None:
     )
 
 
-def _spooled_buffer(found: SpooledCheckpoint, shard: ShardEntry) -> SlotBuffer | None:
+def _spooled_buffer(spool: Spool, found: SpooledCheckpoint, shard: ShardEntry) -> SlotBuffer | None:
+    path = found.path(shard)
     try:
-        fd = os.open(found.path(shard), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        buffer = SlotBuffer(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+        if buffer.size_bytes != shard.size_bytes:
+            reason = f"{path} has {buffer.size_bytes} bytes, not {shard.size_bytes}"
+        elif _digest_of_file(buffer.fd, shard) != shard.sha256:
+            reason = f"{path} differs from its digest"
+        else:
+            return buffer
+    except FileNotFoundError:
+        reason = f"{path} is not there"
+    except OSError:  # it cannot be read now, which says nothing about its bytes
         return None
-    buffer = SlotBuffer(fd)
-    if buffer.size_bytes != shard.size_bytes or not _matches(buffer, shard):
-        return None
-    return buffer
+    spool.reject(found, reason)
+    return None
+
+
+def _digest_of_file(fd: int, shard: ShardEntry) -> str:
+    """Read, not mapped: a bad block must be an error here and not SIGBUS."""
+    block = memoryview(bytearray(READ_BYTES))
+    digests = []
+    for start, end in chunk_ranges(shard.size_bytes, shard.chunk_bytes):
+        digest = hashlib.sha256()
+        at = start
+        while at < end:
+            count = os.preadv(fd, [block[: min(READ_BYTES, end - at)]], at)
+            if count == 0:
+                break
+            digest.update(block[:count])
+            at += count
+        digests.append(digest.digest())
+    return shard_digest(digests).hex()
 
 
 def _matches(buffer: SlotBuffer, shard: ShardEntry) -> bool:
@@ -235,7 +261,7 @@ class Fetch:
         for found in self._tools.spool.ready():
             if (found.record.gen, found.record.step) != (self._manifest.gen, self._manifest.step):
                 continue
-            buffer = _spooled_buffer(found, shard)
+            buffer = _spooled_buffer(self._tools.spool, found, shard)
             if buffer is not None:
                 return self._image(shard, buffer, "spool")
         return None

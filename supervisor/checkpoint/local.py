@@ -56,7 +56,7 @@ class LocalSets:
         sound = [item for item in candidates if self._is_sound(state, item[0])]
         for at, source in sorted(sound, key=lambda item: (-item[0].gen, -item[0].step)):
             found = (
-                verified_in_spool(source)
+                self._verified(source)
                 if isinstance(source, SpooledCheckpoint)
                 else verified_in_memory(source, world)
             )
@@ -64,6 +64,9 @@ class LocalSets:
                 self._offered = at, replace(found, gen=at.gen, step=at.step)
                 return at
         return None
+
+    def _verified(self, item: SpooledCheckpoint) -> FetchedCheckpoint | None:
+        return verified_in_spool(self._spool, item) if self._spool is not None else None
 
     def may_have(self, state: LogState) -> bool:
         """Whether the spool holds a set that the log would accept, going by its record alone."""
@@ -88,7 +91,7 @@ class LocalSets:
         if self._offered is not None and self._offered[0] == local:
             return self._offered[1]
         for at, item in self._spooled():
-            found = verified_in_spool(item) if at == local else None
+            found = self._verified(item) if at == local else None
             if found is not None and found.world == world:
                 return found
         raise ShardMissing(

@@ -5,47 +5,34 @@ with their digests. A directory gets that name only when all of it is on the dis
 under another name, synced, and renamed. What has no such name is rubbish of a crash and is removed
 at the next start; nothing outside our own names is ever touched.
 
-The spool is a help, not a promise: a checkpoint counts once the store has it. So a full or broken
-disk is reported and the upload goes on from memory.
+The spool is a help, not a promise: a checkpoint counts once the store has it. So a full, slow or
+broken disk is reported and the upload goes on from memory; see `flush`.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from supervisor import failpoints
-from supervisor.errors import SupervisorError
+from supervisor.checkpoint.files import MAX_JSON_BYTES, NOT_JSON, sync_directory, write_synced
+from supervisor.checkpoint.spool_errors import SpoolNotMounted, spool_error
 from trainer_sdk.protocol.manifest import ShardEntry
 
 READY = "READY.json"
-UPLOADS = "uploads"
+BALLAST = "ballast"
 SPOOL_FORMAT = 1
-MAX_READY_BYTES = 64 << 20
-# A nesting bomb ends in RecursionError, bytes that are not UTF-8 in UnicodeDecodeError.
-_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FINAL = re.compile(r"^(\d{10})-(\d{12})\Z")
 _TEMPORARY = re.compile(r"^tmp-[0-9a-f]{32}\Z")
-_NOTE = re.compile(r"^(\d{10})-(\d{12})\.json(\.tmp)?\Z")
-PAGE_BYTES = 4096
-
-
-class SpoolError(SupervisorError):
-    """The local disk cannot take a checkpoint; the upload goes on without it."""
-
-    error_id = "disk_io_error"
-
-
-class SpoolFull(SpoolError):
-    """No space left in the spool."""
-
-    error_id = "disk_full"
+_NAMED_SLOT = re.compile(r"^slot-[a-z0-9_]{8}\Z")  # of a crash between its making and unlinking
+REMAKE_ROOM = 2  # ballast is made again where this many times its size is free
 
 
 class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,15 +44,6 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step: int
     world: int
     shards: tuple[ShardEntry, ...]
-
-
-class UploadTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an upload under way can be resumed: shard "rank/name" to (key, token)."""
-
-    fmt: int
-    gen: int
-    step: int
-    shards: dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,117 +63,84 @@ def image_name(rank: int, name: str) -> str:
     return f"{rank:06d}-{name}.safetensors"
 
 
-class ImageWriter:
-    """One image file, written chunk by chunk in any order by several threads, then synced.
-
-    With O_DIRECT where the file system has it, which spares the page cache and is faster for large
-    files; without it the data goes through the page cache and fsync.
-    """
-
-    def __init__(self, path: str, *, size_bytes: int) -> None:
-        """Create the file and reserve its space.
-
-        Raises:
-            SpoolFull, SpoolError: nothing of use is left behind.
-        """
-        self._path = path
-        self._size_bytes = size_bytes
-        self.is_direct = True
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            try:
-                self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.is_direct = False
-                self._fd = os.open(path, flags, 0o600)
-            padded = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-            try:
-                os.posix_fallocate(self._fd, 0, padded)
-            except BaseException:
-                os.close(self._fd)
-                raise
-        except OSError as error:
-            raise spool_error(error, path) from error
-
-    def write(self, padded: memoryview, offset: int) -> None:
-        """Write a chunk. `padded` is page aligned and a multiple of the page size.
-
-        Raises:
-            SpoolFull, SpoolError: the file must be abandoned.
-        """
-        try:
-            failpoints.hit("spool.write.before")
-            done = 0
-            while done < len(padded):
-                done += os.pwrite(self._fd, padded[done:], offset + done)
-            failpoints.hit("spool.write.after")
-        except OSError as error:
-            raise spool_error(error, self._path) from error
-
-    def finish(self) -> None:
-        """Cut to the image's size, sync, close. After an error the file must be abandoned."""
-        try:
-            os.ftruncate(self._fd, self._size_bytes)
-            failpoints.hit("spool.fsync.before")
-            os.fsync(self._fd)
-            failpoints.hit("spool.fsync.after")
-        except OSError as error:
-            raise spool_error(error, self._path) from error
-        finally:
-            os.close(self._fd)
-            self._fd = -1
-
-    def abandon(self) -> None:
-        """Close without a claim on what was written."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def spool_error(error: OSError, path: str) -> SpoolError:
-    """Our error for what the operating system said about a file of the spool."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SpoolFull(
-            f"no space for {path}: {error.strerror}",
-            hint="free space there or set [spool] path to a larger disk",
-        )
-    return SpoolError(
-        f"the spool cannot be written: {path}: {error.strerror}",
-        hint="check the disk and its mount; checkpoints go to the store meanwhile",
-    )
-
-
 class Spool:
     """The spool folder of one job.
 
     Invariant: a directory with a final name is whole on the disk.
     """
 
-    def __init__(self, root: str, job_id: str) -> None:
+    def __init__(
+        self,
+        root: str,
+        job_id: str,
+        *,
+        ballast_bytes: int = 0,
+        require_mount: bool = False,
+        on_rejected: Callable[[int, int, str], None] = lambda gen, step, reason: None,
+    ) -> None:
         """Make the folder ready and remove what a crash left.
 
+        Args:
+            ballast_bytes: kept reserved, to be given up for a checkpoint when the disk is full.
+            require_mount: `root` must be a mount point.
+            on_rejected: told of a set that turned out not to be whole.
+
         Raises:
-            SpoolError, SpoolFull
+            SpoolError, SpoolFull, SpoolNotMounted
         """
+        if require_mount and not os.path.ismount(root):
+            raise SpoolNotMounted(
+                f"[spool] path {root} is not a mount point",
+                hint="mount the disk there, set [spool] path to its mount point, or "
+                "require_mount = false",
+            )
         self.path = os.path.join(root, job_id)
         self._checkpoints = os.path.join(self.path, "checkpoints")
-        self._uploads = os.path.join(self.path, UPLOADS)
+        self._ballast_bytes = ballast_bytes
+        self._on_rejected = on_rejected
+        self.is_suspect = False
         try:
-            for directory in (self._checkpoints, self._uploads):
-                os.makedirs(directory, mode=0o700, exist_ok=True)
-            for name in os.listdir(self._checkpoints):
-                if _TEMPORARY.match(name):
-                    shutil.rmtree(os.path.join(self._checkpoints, name))
+            os.makedirs(self._checkpoints, mode=0o700, exist_ok=True)
+            if os.statvfs(self._checkpoints).f_flag & os.ST_RDONLY:
+                raise SpoolNotMounted(
+                    f"the spool is read-only: {self.path}", hint="mount it for writing"
+                )
+            self._clean()
+            self._device = os.stat(self._checkpoints).st_dev
         except OSError as error:
             raise spool_error(error, self.path) from error
+        self.keep_ballast()
+
+    def _clean(self) -> None:
+        for folder, pattern in ((self._checkpoints, _TEMPORARY), (self.path, _NAMED_SLOT)):
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                if pattern.match(name) and os.path.isdir(path) and not os.path.islink(path):
+                    shutil.rmtree(path)
+                elif pattern.match(name):
+                    os.unlink(path)
+
+    # ------------------------------------------------------------ writing
 
     def begin(self) -> str:
-        """A new directory for images that are about to be written."""
+        """A new directory for images that are about to be written.
+
+        Raises:
+            SpoolNotMounted: the path leads to another disk than at the start.
+            SpoolError, SpoolFull
+        """
         path = os.path.join(self._checkpoints, f"tmp-{uuid.uuid4().hex}")
         try:
+            if os.stat(self._checkpoints).st_dev != self._device:
+                raise SpoolNotMounted(
+                    f"{self._checkpoints} is on another disk than when the supervisor started",
+                    hint="mount the spool's disk again",
+                )
             os.mkdir(path, 0o700)
+        except FileNotFoundError as error:
+            raise SpoolNotMounted(
+                f"{self._checkpoints} is gone", hint="mount the spool's disk again"
+            ) from error
         except OSError as error:
             raise spool_error(error, path) from error
         return path
@@ -208,14 +153,14 @@ class Spool:
         """
         final = os.path.join(self._checkpoints, f"{record.gen:010d}-{record.step:012d}")
         try:
-            _write_synced(os.path.join(directory, READY), msgspec.json.encode(record))
-            _sync_directory(directory)
+            write_synced(os.path.join(directory, READY), msgspec.json.encode(record))
+            sync_directory(directory)
             failpoints.hit("spool.publish.before")
             if os.path.isdir(final):
                 shutil.rmtree(final)
             os.rename(directory, final)
             failpoints.hit("spool.publish.after")
-            _sync_directory(self._checkpoints)
+            sync_directory(self._checkpoints)
         except OSError as error:
             raise spool_error(error, final) from error
         return SpooledCheckpoint(record=record, directory=final)
@@ -223,6 +168,8 @@ class Spool:
     def discard(self, directory: str) -> None:
         """Remove a directory that will not be published."""
         shutil.rmtree(directory, ignore_errors=True)
+
+    # ------------------------------------------------------------ what is there
 
     def ready(self) -> list[SpooledCheckpoint]:
         """Every whole checkpoint, newest first by (generation, step) as numbers.
@@ -245,16 +192,10 @@ class Spool:
                 found.append(SpooledCheckpoint(record=record, directory=directory))
         return sorted(found, key=lambda item: (item.record.gen, item.record.step), reverse=True)
 
-    def evict(self, *, keep: int) -> int:
-        """Remove all but the newest `keep` checkpoints (at least one stays).
-
-        Returns:
-            How many were removed.
-        """
-        old = self.ready()[max(1, keep) :]
-        for item in old:
-            shutil.rmtree(item.directory, ignore_errors=True)
-        return len(old)
+    def reject(self, item: SpooledCheckpoint, reason: str) -> None:
+        """Remove a set whose bytes are not what its record says: nothing may use it again."""
+        shutil.rmtree(item.directory, ignore_errors=True)
+        self._on_rejected(item.record.gen, item.record.step, reason)
 
     def drop_foreign(self, *, gen: int, group: str) -> None:
         """Remove what another life of a job of this name left: sets of a generation that the log
@@ -264,42 +205,64 @@ class Spool:
             if record.gen > gen or (record.gen == gen and record.group != group):
                 shutil.rmtree(item.directory, ignore_errors=True)
 
-    def remember_uploads(self, tokens: UploadTokens) -> None:
-        """Note where uploads can be resumed; losing the note only costs sending again."""
-        path = self._tokens_path(tokens.gen, tokens.step)
-        try:
-            failpoints.hit("spool.note.before")
-            _write_synced(path + ".tmp", msgspec.json.encode(tokens))
-            os.rename(path + ".tmp", path)
-            failpoints.hit("spool.note.after")
-        except OSError as error:
-            raise spool_error(error, path) from error
+    # ------------------------------------------------------------ space
 
-    def recall_uploads(self, *, gen: int, step: int) -> UploadTokens | None:
-        """What was noted of this checkpoint's uploads."""
-        try:
-            with open(self._tokens_path(gen, step), "rb") as file:
-                tokens = msgspec.json.decode(file.read(MAX_READY_BYTES), type=UploadTokens)
-        except (OSError, *_NOT_JSON):
-            return None
-        return tokens if tokens.fmt == SPOOL_FORMAT else None
+    def evict(self, *, keep: int, spare: tuple[int, int] | None = None) -> int:
+        """Remove all but the newest `keep` checkpoints (at least one stays).
 
-    def forget_uploads(self, *, gen: int, step: int) -> None:
-        """Remove the notes of this checkpoint and of older ones: they are settled.
+        Args:
+            spare: (generation, step) of one that stays in any case.
 
-        Raises:
-            SpoolError: some are left, which costs nothing but their space.
+        Returns:
+            How many were removed.
         """
-        try:
-            for name in os.listdir(self._uploads):
-                match = _NOTE.match(name)
-                if match is not None and (int(match[1]), int(match[2])) <= (gen, step):
-                    os.unlink(os.path.join(self._uploads, name))
-        except OSError as error:
-            raise spool_error(error, self._uploads) from error
+        old = [
+            item
+            for item in self.ready()[max(1, keep) :]
+            if (item.record.gen, item.record.step) != spare
+        ]
+        for item in old:
+            shutil.rmtree(item.directory, ignore_errors=True)
+        return len(old)
 
-    def _tokens_path(self, gen: int, step: int) -> str:
-        return os.path.join(self._uploads, f"{gen:010d}-{step:012d}.json")
+    def make_room(self) -> bool:
+        """Give up the ballast and all checkpoints but the newest; False if there was nothing."""
+        is_freed = False
+        with contextlib.suppress(OSError):
+            os.unlink(self._ballast_path)
+            is_freed = True
+        return self.evict(keep=1) > 0 or is_freed
+
+    def keep_ballast(self, *, beside_bytes: int = 0) -> None:
+        """Reserve the ballast unless it is there, or too little is free; a help, so never fails.
+
+        Args:
+            beside_bytes: what the next checkpoint needs; it goes first.
+        """
+        if self._ballast_bytes == 0 or self.is_suspect:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.exists(self._ballast_path):
+                return
+            free = os.statvfs(self.path)
+            wanted = beside_bytes + REMAKE_ROOM * self._ballast_bytes
+            if free.f_bavail * free.f_frsize >= wanted:
+                self._make_ballast()
+
+    def _make_ballast(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._ballast_path, flags, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self._ballast_bytes)
+        except OSError:
+            os.unlink(self._ballast_path)
+            raise
+        finally:
+            os.close(fd)
+
+    @property
+    def _ballast_path(self) -> str:
+        return os.path.join(self.path, BALLAST)
 
 
 def _read_record(path: str) -> SpoolRecord | None:
@@ -309,23 +272,7 @@ def _read_record(path: str) -> SpoolRecord | None:
         return None
     try:
         with open(fd, "rb") as file:
-            record = msgspec.json.decode(file.read(MAX_READY_BYTES), type=SpoolRecord)
-    except (OSError, *_NOT_JSON):
+            record = msgspec.json.decode(file.read(MAX_JSON_BYTES), type=SpoolRecord)
+    except (OSError, *NOT_JSON):
         return None
     return record if record.fmt == SPOOL_FORMAT else None
-
-
-def _write_synced(path: str, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -143,6 +143,9 @@ def on_rank_unsealed(turn: Turn, event: RankUnsealed) -> None:
     if turn.state.finish_step is not None:
         evacuation.end_without_image(turn, reason=f"rank {event.rank}: {event.reason}")
         return
+    if turn.state.phase is Phase.UPLOADING:
+        evacuation.fall_back(turn, reason=f"rank {event.rank}: {event.reason}")
+        return
     turn.do(ClearSave())
     schedule(turn)
 

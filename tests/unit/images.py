@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from supervisor.checkpoint.fetch import FetchTools, Source
+from supervisor.checkpoint.flush import Flusher
+from supervisor.checkpoint.notes import UploadNotes
+from supervisor.checkpoint.pace import PaceLimits
 from supervisor.checkpoint.persist import Committed, Group, PersistJob, Tools
-from supervisor.checkpoint.spool import Spool, SpoolError
+from supervisor.checkpoint.spool import Spool
+from supervisor.checkpoint.spool_errors import SpoolError
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.clock import Deadline, SystemClock
 from supervisor.commit.claim import claim
@@ -25,6 +29,7 @@ from trainer_sdk.protocol.manifest import Manifest
 
 LAYOUT = "images-v1"
 JOB_ID = "job"
+PATIENT = PaceLimits(least_bytes_per_s=1, patience_s=60.0)
 Images = dict[int, tuple[SlotBuffer, int]]
 
 
@@ -58,6 +63,8 @@ class Workshop:
         *,
         wrap: Callable[[ObjectStore], ObjectStore] = lambda store: store,
         with_spool: bool = True,
+        ballast_bytes: int = 0,
+        limits: PaceLimits = PATIENT,
     ) -> None:
         (root / "store").mkdir(exist_ok=True)
         self.root = root
@@ -65,9 +72,19 @@ class Workshop:
         self.directory = DirectoryStore(root / "store")
         self.store = wrap(self.directory)
         self.log = CommitLog(self.store, job_id=JOB_ID, clock=self.clock, new_uid=new_uid)
-        self.spool = Spool(str(root / "spool"), JOB_ID) if with_spool else None
-        self.pools = [WorkerPool("flush", 2), WorkerPool("upload", 4), WorkerPool("read", 4)]
         self.spool_errors: list[SpoolError] = []
+        self.spool: Spool | None = None
+        self.flusher: Flusher | None = None
+        if with_spool:
+            self.spool = Spool(str(root / "spool"), JOB_ID, ballast_bytes=ballast_bytes)
+            self.flusher = Flusher(
+                self.spool,
+                UploadNotes(self.spool.path),
+                clock=self.clock,
+                limits=limits,
+                on_error=self.spool_errors.append,
+            )
+        self.pools = [WorkerPool("hash", 2), WorkerPool("upload", 4), WorkerPool("read", 4)]
         self.sent: list[int] = []
         self.reads: list[Source] = []
         self.spooled = threading.Event()
@@ -77,6 +94,8 @@ class Workshop:
         return Deadline.after(self.clock, 30.0)
 
     def close(self) -> None:
+        if self.flusher is not None:
+            self.flusher.close()
         for pool in self.pools:
             pool.close()
         self.directory.close()
@@ -103,14 +122,13 @@ class Workshop:
     def tools(self) -> Tools:
         return Tools(
             log=self.log,
-            spool=self.spool,
+            flusher=self.flusher,
             clock=self.clock,
-            flushers=self.pools[0],
+            hashers=self.pools[0],
             uploaders=self.pools[1],
             retention=Retention(keep=3),
             chunk_timeout_s=10.0,
             commit_timeout_s=10.0,
-            on_spool_error=self.spool_errors.append,
             on_uploaded=self.sent.append,
         )
 
@@ -129,12 +147,26 @@ class Workshop:
         """A set on its way; claims a generation if there is none."""
         group = self.group or self.claim(len(images))
         return PersistJob(
-            self.tools, group=group, step=step, images=images, on_spooled=self.spooled.set
+            self.tools,
+            group=group,
+            step=step,
+            images=images,
+            on_spooled=lambda seconds: self.spooled.set(),
         )
 
     def persist(self, images: Mapping[int, bytes], *, step: int = 10) -> Committed:
-        """Make a set durable."""
-        return self.job(in_slots(images), step=step).run()
+        """Make a set durable, and wait until the local disk is through with it, too."""
+        job = self.job(in_slots(images), step=step)
+        try:
+            return job.run()
+        finally:
+            self.settle(job)
+
+    def settle(self, job: PersistJob) -> None:
+        """Wait until the flush of a job is over and what comes after it is tidied up."""
+        if job.flush is not None and self.flusher is not None:
+            assert job.flush.is_over.wait(20)
+            assert self.flusher.wait_idle(timeout_s=20)
 
     def manifest(self, seq: int) -> Manifest:
         return read_manifest(self.log, seq, self.deadline())

@@ -421,10 +421,10 @@ def test_a_spooled_set_that_misses_a_rank_is_none(workshop: Workshop) -> None:
     workshop.persist(some_images(2))
     assert workshop.spool is not None
     (item,) = workshop.spool.ready()
-    assert verified_in_spool(item) is not None
+    assert verified_in_spool(workshop.spool, item) is not None
     Path(item.path(item.record.shards[1])).unlink()
 
-    assert verified_in_spool(item) is None
+    assert verified_in_spool(workshop.spool, item) is None
 
 
 class Local:

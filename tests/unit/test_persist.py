@@ -276,7 +276,7 @@ def test_a_local_disk_that_goes_away_at_the_end_does_not_make_a_commit_a_failure
 
     assert workshop.steps() == [10]
     assert done.seq > 0
-    assert [error.error_id for error in workshop.spool_errors] == ["disk_io_error"]
+    assert [error.error_id for error in workshop.spool_errors] == ["nvme_not_mounted"]
 
 
 # ---------------------------------------------------------------- a store that fails
@@ -447,6 +447,7 @@ def test_a_set_that_was_cancelled_before_it_began_sends_nothing(tmp_path: Path) 
     with pytest.raises(PersistCancelled):
         job.run()
 
+    workshop.settle(job)
     assert gate.chunks == []
     assert workshop.steps() == []
     assert workshop.spool is not None
@@ -482,7 +483,7 @@ def test_a_set_without_every_ranks_image_is_never_begun(workshop: Workshop) -> N
     images = in_slots(some_images(1))
 
     with pytest.raises(IncompleteSet, match=r"ranks \[0\] in a world of 2"):
-        PersistJob(workshop.tools, group=group, step=5, images=images, on_spooled=lambda: None)
+        PersistJob(workshop.tools, group=group, step=5, images=images, on_spooled=print)
 
     assert workshop.steps() == []
 

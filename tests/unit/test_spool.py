@@ -10,16 +10,10 @@ import msgspec
 import pytest
 
 from supervisor import failpoints
-from supervisor.checkpoint.spool import (
-    READY,
-    ImageWriter,
-    Spool,
-    SpoolError,
-    SpoolFull,
-    SpoolRecord,
-    UploadTokens,
-    image_name,
-)
+from supervisor.checkpoint.image_file import ImageWriter
+from supervisor.checkpoint.notes import UploadNotes, UploadTokens
+from supervisor.checkpoint.spool import READY, Spool, SpoolRecord, image_name
+from supervisor.checkpoint.spool_errors import SpoolError, SpoolFull
 from supervisor.ranks.slots import SlotBuffer
 from tests.unit.filesystems import tmpfs
 from tests.unit.tables import a_shard
@@ -306,6 +300,11 @@ def test_a_root_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- uploads
 
 
+@pytest.fixture
+def notes(tmp_path: Path) -> UploadNotes:
+    return UploadNotes(str(tmp_path))
+
+
 def some_tokens(step: int = 10, *, gen: int = 1, **changes: object) -> UploadTokens:
     fields: dict[str, object] = {
         "fmt": 1,
@@ -317,36 +316,38 @@ def some_tokens(step: int = 10, *, gen: int = 1, **changes: object) -> UploadTok
 
 
 def test_where_an_upload_goes_on_is_remembered_across_a_restart(
-    spool: Spool, tmp_path: Path
+    notes: UploadNotes, tmp_path: Path
 ) -> None:
-    spool.remember_uploads(some_tokens())
+    notes.remember(some_tokens())
 
-    again = Spool(str(tmp_path), "job")
+    again = UploadNotes(str(tmp_path))
 
-    assert again.recall_uploads(gen=1, step=10) == some_tokens()
-    assert again.recall_uploads(gen=1, step=11) is None
+    assert again.recall(gen=1, step=10) == some_tokens()
+    assert again.recall(gen=1, step=11) is None
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff", msgspec.json.encode(some_tokens(fmt=2))], ids=repr
 )
-def test_a_note_that_cannot_be_read_only_costs_sending_again(spool: Spool, content: bytes) -> None:
-    spool.remember_uploads(some_tokens())
-    (path,) = Path(spool.path, "uploads").iterdir()
+def test_a_note_that_cannot_be_read_only_costs_sending_again(
+    notes: UploadNotes, tmp_path: Path, content: bytes
+) -> None:
+    notes.remember(some_tokens())
+    (path,) = Path(tmp_path, "uploads").iterdir()
     path.write_bytes(content)
 
-    assert spool.recall_uploads(gen=1, step=10) is None
+    assert notes.recall(gen=1, step=10) is None
 
 
-def test_a_commit_settles_its_own_notes_and_older_ones(spool: Spool) -> None:
+def test_a_commit_settles_its_own_notes_and_older_ones(notes: UploadNotes, tmp_path: Path) -> None:
     for gen, step in ((1, 99), (2, 10), (2, 20), (3, 1)):
-        spool.remember_uploads(some_tokens(step, gen=gen))
-    Path(spool.path, "uploads", f"{1:010d}-{5:012d}.json.tmp").touch()
-    Path(spool.path, "uploads", "README").touch()
+        notes.remember(some_tokens(step, gen=gen))
+    Path(tmp_path, "uploads", f"{1:010d}-{5:012d}.json.tmp").touch()
+    Path(tmp_path, "uploads", "README").touch()
 
-    spool.forget_uploads(gen=2, step=10)
+    notes.forget(gen=2, step=10)
 
-    left = sorted(path.name for path in Path(spool.path, "uploads").iterdir())
+    left = sorted(path.name for path in Path(tmp_path, "uploads").iterdir())
     assert left == [f"{2:010d}-{20:012d}.json", f"{3:010d}-{1:012d}.json", "README"]
 
 
