@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -437,22 +438,22 @@ def test_f62_a_peer_that_floods_is_dropped_alone(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_f63_a_peer_of_another_user_is_not_let_in(server: Server) -> None:
+def test_f63_a_peer_of_another_user_is_not_let_in() -> None:
     """Even where the directory and the socket were opened to all by hand."""
-    os.chmod(server.runtime.path, 0o777)
-    os.chmod(server.runtime.socket_path, 0o777)
-    path = Path(server.runtime.path)
-    for parent in path.parents[:3]:
-        os.chmod(parent, os.stat(parent).st_mode | 0o011)
+    with tempfile.TemporaryDirectory() as home:  # short, and below directories that all may enter
+        server = Server(f"{home}/run")
+        for path in (home, server.runtime.path, server.runtime.socket_path):
+            os.chmod(path, 0o777)
 
-    told = connect_as_nobody(server.runtime.socket_path)
-    wait_until(lambda: len(server.posts) == 1)
+        told = connect_as_nobody(server.runtime.socket_path)
+        wait_until(lambda: len(server.posts) == 1)
 
-    denied = server.posts[0]
-    assert told == "closed at once"
-    assert isinstance(denied, PeerDenied)
-    assert denied.uid == 65534
-    assert "uid 65534" in denied.reason
+        denied = server.posts[0]
+        assert told == "closed at once"
+        assert isinstance(denied, PeerDenied)
+        assert denied.uid == 65534
+        assert "uid 65534" in denied.reason
+        server.stop()
 
 
 def test_missing_parents_of_the_directory_are_ours_alone_too(
