@@ -44,6 +44,7 @@ EVENTS: Mapping[str, str] = {
     "job.strays_left": "processes that even SIGKILL did not end",
     "job.stopped": "no process of the job is left",
     "job.taken_up": "a job of an earlier supervisor is supervised again",
+    "log.lines_dropped": "nobody read our output for a while; so many lines are missing here",
     "notice.received": "a preemption notice",
     "notice.sooner": "a second notice with an earlier deadline",
     "notice.source_failed": "a notice source does not answer; it is retried",
@@ -99,8 +100,8 @@ def _clean(key: Any, value: Any) -> Any:
     return _SIGNED.sub(r"\1[redacted]", str(value))
 
 
-def configure(*, level: str, style: str) -> None:
-    """Set structlog up for this process; `style` is auto, json or console."""
+def configure(*, level: str, style: str, file: Any = None) -> None:
+    """Set structlog up for this process; `style` is auto, json or console; `file`: stderr."""
     is_console = style == "console" or (style == "auto" and sys.stderr.isatty())
     renderer: Any = (
         structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
@@ -115,7 +116,7 @@ def configure(*, level: str, style: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=file or sys.stderr),
         cache_logger_on_first_use=False,
     )
 

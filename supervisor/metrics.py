@@ -137,6 +137,9 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.log_lines_dropped = Counter(
+            "lastgasp_log_lines_dropped_total", "Lines nobody read in time", registry=registry
+        )
         self.disk_free = Gauge("lastgasp_local_disk_free_bytes", "Spool", registry=registry)
         self.set_phase(phases[0])
 

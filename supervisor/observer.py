@@ -7,6 +7,7 @@ never touch the job, so nothing here blocks or decides.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 from supervisor.checkpoint.persist import Committed, PersistJob
@@ -40,8 +41,12 @@ class Observer:
         job_id: str,
         store_url: str,
         spool_path: str | None,
+        num_lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`num_lines_dropped`: of our own log, so far."""
         self.log = log
+        self._num_lines_dropped = num_lines_dropped
+        self._num_lines_told = 0
         self.metrics = metrics
         self._clock = clock
         self._fixed = {
@@ -355,7 +360,15 @@ class Observer:
             "last_error": self._last_error,
         }
         self._gauges(state, moment, running, at_step)
+        self._tell_dropped_lines()
         self.published_at = moment.now
+
+    def _tell_dropped_lines(self) -> None:
+        count = self._num_lines_dropped() - self._num_lines_told
+        if count > 0:
+            self.metrics.log_lines_dropped.inc(count)
+            self._num_lines_told += count
+            self.log.warning("log.lines_dropped", num=count)
 
     def _gauges(
         self, state: JobState, moment: Moment, running: list[Any], at_step: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from supervisor.job.launch import check_command
 from supervisor.job.processes import shell_above_us
 from supervisor.lifecycle import JobState, Phase, Policy, inputs
 from supervisor.lifecycle.inputs import Notice, NoticeKind
+from supervisor.log_sink import LineSink
 from supervisor.memory import available_bytes
 from supervisor.metrics import Metrics
 from supervisor.notices.base import NoticeSource, NoticeWatcher
@@ -114,7 +116,8 @@ class Supervised:
         self._options = options
         self._environ = environ
         self._clock = SystemClock()
-        logs.configure(level=config["log.level"], style=config["log.format"])
+        self._sink = LineSink(sys.stderr.fileno())
+        logs.configure(level=config["log.level"], style=config["log.format"], file=self._sink)
         self._log = logs.bind(job_id=config["job.id"])
         self._mailbox = Mailbox()
         self._runtime = RuntimeDir(runtime_dir(config, environ))
@@ -132,6 +135,7 @@ class Supervised:
             for watcher in self._watchers:
                 watcher.stop()
             self._runtime.close()
+            self._sink.close()
 
     def _run(self) -> int:
         config = self._config
@@ -308,6 +312,7 @@ class Supervised:
             job_id=self._config["job.id"],
             store_url=store.url,
             spool_path=spool.path if spool else None,
+            num_lines_dropped=lambda: self._sink.num_dropped,
         )
 
     def _policy(self) -> Policy:

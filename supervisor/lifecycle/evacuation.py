@@ -14,6 +14,7 @@ from supervisor.lifecycle.inputs import (
     NoticeReceived,
     NoticeWithdrawn,
     RankAtBoundary,
+    SaveRequested,
 )
 from supervisor.lifecycle.outputs import (
     AskHold,
@@ -36,6 +37,8 @@ UNMEASURED_RESERVE = 0.25
 SAME_DEADLINE_S = 0.5
 # A machine that is still there after its deadline goes on uploading for so long.
 OVERTIME_S = 30.0
+# Advice that comes before the first step is heeded at the first step.
+_HEEDS_ADVICE = frozenset({Phase.STARTING, Phase.RESTORING, Phase.TRAINING, Phase.SAVING})
 
 
 def on_notice(turn: Turn, event: NoticeReceived) -> None:
@@ -44,9 +47,8 @@ def on_notice(turn: Turn, event: NoticeReceived) -> None:
     state = turn.state
     if notice.kind is NoticeKind.ADVICE:
         turn.report("info", "notice.received", source=notice.source, kind=notice.kind.value)
-        if state.policy.save_on_advice and state.phase in saving.ACTIVE:
-            turn.set(wanted_save=state.wanted_save or notice.source)
-            saving.schedule(turn)
+        if state.policy.save_on_advice and state.phase in _HEEDS_ADVICE:
+            saving.on_save_requested(turn, SaveRequested(source=notice.source))
         return
     before = state.notice
     _enter(turn, notice)

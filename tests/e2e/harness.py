@@ -99,7 +99,9 @@ class Node:
 
     def event(self, name: str) -> dict[str, Any]:
         """The last event of that name."""
-        return [event for event in self.events() if event["event"] == name][-1]
+        found = [event for event in self.events() if event["event"] == name]
+        assert found, f"no {name}:\n{self.stderr[-6000:]}"
+        return found[-1]
 
 
 @dataclass

@@ -501,6 +501,29 @@ def test_an_advice_causes_a_checkpoint_and_nothing_else():
     assert life.state.notice is None
 
 
+def test_c100_an_advice_before_training_is_heeded_at_the_first_step():
+    life = Life(Policy(every_steps=1000))
+    life.launch()
+    life.notice(kind=NoticeKind.ADVICE)
+    life.join()
+    life.claim()
+
+    found = life.train()
+
+    assert [action.step for action in of(outputs.AskSave, found)] == [1]
+    assert life.state.notice is None
+
+
+def test_c100_an_advice_takes_the_slot_of_a_periodic_save_that_is_far_away():
+    life = Life(Policy(every_steps=1000))
+    life.to_training()
+    life.feed(inputs.Tick())
+
+    found = life.notice(kind=NoticeKind.ADVICE)
+
+    assert [action.step for action in of(outputs.AskSave, found)] == [1]
+
+
 def test_a_notice_before_training_says_that_the_last_checkpoint_stands():
     life = Life()
     life.launch()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 import structlog
 
 from supervisor import log as logs
+from supervisor.log_sink import LineSink
+from tests.fakes import wait_until
 
 CANARY = "canary-7f3a"
 SIGNED = (
@@ -134,3 +139,47 @@ def test_every_event_in_the_code_is_listed() -> None:
 
     assert len(used) > 20
     assert used <= set(logs.EVENTS), sorted(used - set(logs.EVENTS))
+
+
+# ---------------------------------------------------------------- a reader that stops reading
+
+
+def test_c77_f72_a_full_pipe_stops_nobody_and_what_is_missing_is_counted():
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    sink = LineSink(write_end, max_lines=10)
+
+    for number in range(500):
+        sink.write(f'{{"event": "line {number}", "pad": "{"x" * 80}"}}\n')  # never waits
+    dropped = sink.num_dropped
+    read = bytearray()
+    reader = threading.Thread(target=lambda: read.extend(b"".join(all_of(read_end))), daemon=True)
+    reader.start()
+    wait_until(lambda: sink.num_waiting == 0)  # there is room again
+    sink.write('{"event": "after"}\n')
+    sink.close()
+    os.close(write_end)
+    reader.join(10)
+
+    events = [json.loads(line)["event"] for line in read.decode().splitlines()]
+    assert dropped > 400
+    assert len(events) - 1 + dropped == 500
+    assert events[-1] == "after"
+
+
+def all_of(fd: int) -> Iterator[bytes]:
+    while data := os.read(fd, 65536):
+        yield data
+
+
+def test_output_that_is_gone_is_counted_and_ends_nothing():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    sink = LineSink(write_end)
+
+    sink.write("one\n")
+    sink.write("two\n")
+    sink.close()
+    os.close(write_end)
+
+    assert sink.num_dropped == 2

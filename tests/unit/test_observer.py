@@ -48,6 +48,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = Clock()
         self.lines = Lines()
+        self.num_lines_dropped = 0
         self.metrics = Metrics([phase.value for phase in Phase])
         self.observer = Observer(
             self.lines,
@@ -56,6 +57,7 @@ class Stage:
             job_id="job",
             store_url="file:///s",
             spool_path=None,
+            num_lines_dropped=lambda: self.num_lines_dropped,
         )
         self.state = JobState(policy=Policy(), phase=Phase.TRAINING, generation=3)
 
@@ -142,3 +144,15 @@ def test_an_error_is_kept_for_the_status_and_counted() -> None:
     assert stage.publish()["last_error"]["reason"] == "no space"
     assert stage.value("lastgasp_checkpoint_save_failures_total", error="disk_full") == 1.0
     assert stage.lines.lines[0][:2] == ("warning", "checkpoint.persist_failed")
+
+
+def test_lines_that_nobody_read_are_told_once_and_counted():
+    stage = Stage()
+
+    for count in (3, 3, 5):
+        stage.num_lines_dropped = count
+        stage.publish()
+
+    told = [fields["num"] for _, event, fields in stage.lines.lines if "dropped" in event]
+    assert told == [3, 2]
+    assert stage.value("lastgasp_log_lines_dropped_total") == 5
