@@ -43,7 +43,11 @@ def test_a_supervisor_killed_before_the_first_commit_is_followed_by_one_that_tak
 def test_a_checkpoint_that_only_the_spool_holds_is_resumed_from(cluster, quick_twin):
     """Killed between the spool and the first commit, then everything else with it."""
     node = cluster.node("a")
-    cluster.start(node, TOY_STEP_S="0.2", LASTGASP_FAILPOINTS="part.put.before=kill@1")
+    cluster.start(
+        node,
+        TOY_STEP_S="0.2",
+        LASTGASP_FAILPOINTS="upload.complete.before=sleep:2@1,part.put.before=kill@1",
+    )
     cluster.finish(node)
     cluster.kill_everything(node)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from supervisor import inspecting
+from supervisor import failpoints, inspecting
 from supervisor.checkpoint.chunks import CHUNK_BYTES
+from supervisor.checkpoint.pace import PaceLimits
 from supervisor.checkpoint.persist import IncompleteSet, PersistCancelled, PersistJob
+from supervisor.checkpoint.upload import ImageChanged
 from supervisor.clock import SystemClock
 from supervisor.commit.reader import list_commits
 from supervisor.errors import Fenced, TransientStoreError, UploadAbandoned
@@ -27,6 +29,18 @@ from tests.unit.images import Workshop, an_image, in_slots, some_images, worksho
 @pytest.fixture
 def workshop(tmp_path: Path) -> Iterator[Workshop]:
     yield from workshops(tmp_path)
+
+
+@pytest.fixture
+def failpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets what fails from here on."""
+
+    def set_to(text: str) -> None:
+        monkeypatch.setenv(failpoints.ENVIRONMENT_NAME, text)
+        failpoints.reload()
+
+    yield set_to
+    set_to("")
 
 
 def faulty(tmp_path: Path, *faults: Fault) -> tuple[Workshop, FaultyStore]:
@@ -277,6 +291,196 @@ def test_a_local_disk_that_goes_away_at_the_end_does_not_make_a_commit_a_failure
     assert workshop.steps() == [10]
     assert done.seq > 0
     assert [error.error_id for error in workshop.spool_errors] == ["nvme_not_mounted"]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "close"])
+def test_no_space_at_any_call_is_mended_once_by_the_ballast(
+    tmp_path: Path, failpoint: Callable[[str], None], call: str
+) -> None:
+    workshop = Workshop(tmp_path, ballast_bytes=1 << 20)
+    when = "after" if call in ("open", "close") else "before"
+    failpoint(f"spool.{call}.{when}=ENOSPC@1")
+
+    workshop.persist(some_images(1))
+
+    assert workshop.spool_errors == []
+    assert workshop.spool is not None
+    assert [item.record.step for item in workshop.spool.ready()] == [10]
+    assert only_final_names(workshop)
+    workshop.close()
+
+
+def test_no_space_twice_is_told_and_the_next_set_tries_again(
+    tmp_path: Path, failpoint: Callable[[str], None]
+) -> None:
+    workshop = Workshop(tmp_path, ballast_bytes=1 << 20)
+    failpoint("spool.write.before=ENOSPC")
+    workshop.persist(some_images(1), step=10)
+    failpoint("")
+
+    workshop.persist(some_images(1), step=20)
+
+    assert [error.error_id for error in workshop.spool_errors] == ["disk_full"]
+    assert workshop.steps() == [10, 20]
+    assert workshop.spool is not None
+    assert [item.record.step for item in workshop.spool.ready()] == [20]
+    assert only_final_names(workshop)
+    workshop.close()
+
+
+def only_final_names(workshop: Workshop) -> bool:
+    assert workshop.spool is not None
+    names = os.listdir(os.path.join(workshop.spool.path, "checkpoints"))
+    return not any(name.startswith("tmp-") for name in names)
+
+
+def test_a_disk_that_failed_an_fsync_is_not_used_again(
+    workshop: Workshop, failpoint: Callable[[str], None]
+) -> None:
+    failpoint("spool.fsync.before=EIO@1")
+
+    workshop.persist(some_images(1), step=10)
+    workshop.persist(some_images(1), step=20)
+
+    assert [error.error_id for error in workshop.spool_errors] == ["disk_io_error"]
+    assert workshop.steps() == [10, 20]
+    assert workshop.spool is not None
+    assert (workshop.spool.is_suspect, workshop.spool.ready()) == (True, [])
+    assert only_final_names(workshop)
+
+
+def test_a_disk_that_hangs_holds_no_commit_up_and_is_tried_again_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = PaceLimits(least_bytes_per_s=1, patience_s=0.2)
+    workshop = Workshop(tmp_path, limits=limits)
+    answers = hanging_writes(monkeypatch)
+    first = workshop.job(in_slots(some_images(1)), step=10)
+    second = workshop.job(in_slots(some_images(1, seed=1)), step=20)
+
+    done = first.run()
+    assert first.flush is not None
+    assert first.flush.is_over.wait(20)
+    second.run()
+    assert second.flush is not None
+    assert second.flush.is_over.wait(20)
+
+    assert done.spool_s is None
+    assert workshop.steps() == [10, 20]
+    assert [error.error_id for error in workshop.spool_errors] == ["disk_slow", "disk_slow"]
+    assert not workshop.spooled.is_set()
+    answers.set()
+    assert workshop.flusher is not None
+    assert workshop.flusher.wait_idle(timeout_s=20)
+    workshop.persist(some_images(1), step=30)
+    assert workshop.spool is not None
+    assert [item.record.step for item in workshop.spool.ready()] == [30]
+    assert only_final_names(workshop)
+    workshop.close()
+
+
+def hanging_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes of images into the spool do not return before the event is set."""
+    answers = threading.Event()
+    real_pwrite = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/spool/" in path and path.endswith(".safetensors"):
+            assert answers.wait(30)
+        return real_pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return answers
+
+
+def test_a_slot_that_is_written_again_while_the_disk_lags_is_not_published(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = hanging_writes(monkeypatch)
+    slots = in_slots(some_images(1))
+    job = workshop.job(slots, step=10)
+    job.run()
+
+    job.release_images()
+    slot, size_bytes = slots[0]
+    slot.view(size_bytes)[-100:] = b"\xaa" * 100  # the next step
+    answers.set()
+    workshop.settle(job)
+
+    assert workshop.steps() == [10]
+    assert not workshop.spooled.is_set()
+    assert workshop.spool is not None
+    assert workshop.spool.ready() == []
+    assert workshop.spool_errors == []
+    assert only_final_names(workshop)
+
+
+def test_a_set_that_is_on_the_disk_already_is_not_written_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop, store = faulty(tmp_path)
+    workshop.claim(1)
+    store.add(Fault(kind=FaultKind.DROP, method="complete"))
+    images = some_images(1)
+    with pytest.raises(TransientStoreError):
+        workshop.persist(images)
+    assert workshop.spool is not None
+    (before,) = workshop.spool.ready()
+    inode = os.stat(before.path(before.record.shards[0])).st_ino
+    workshop.spooled.clear()
+
+    workshop.persist(images)
+
+    (after,) = workshop.spool.ready()
+    assert os.stat(after.path(after.record.shards[0])).st_ino == inode
+    assert workshop.spooled.is_set()
+    workshop.close()
+
+
+def test_other_bytes_under_the_step_of_a_set_on_the_disk_replace_it(tmp_path: Path) -> None:
+    workshop, store = faulty(tmp_path)
+    workshop.claim(1)
+    store.add(Fault(kind=FaultKind.DROP, method="complete"))
+    with pytest.raises(TransientStoreError):
+        workshop.persist({0: an_image(0, seed=1)})
+
+    workshop.persist({0: an_image(0, seed=2)})
+
+    assert workshop.spool is not None
+    (found,) = workshop.spool.ready()
+    assert Path(found.path(found.record.shards[0])).read_bytes() == an_image(0, seed=2)
+    workshop.close()
+
+
+# ---------------------------------------------------------------- an image that changes
+
+
+def test_an_image_that_changes_after_it_was_hashed_is_not_committed(tmp_path: Path) -> None:
+    workshop, gate = gated(tmp_path)
+    slots = in_slots(some_images(1))
+    job = workshop.job(slots, step=10)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job.run()
+        except ImageChanged as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert gate.reached.wait(20)
+
+    slot, size_bytes = slots[0]
+    slot.view(size_bytes)[size_bytes - 1] ^= 1
+    gate.opened.set()
+    thread.join(20)
+
+    assert [error.rank for error in failed if isinstance(error, ImageChanged)] == [0]
+    assert workshop.steps() == []
+    assert len(gate.aborted) == 1
+    workshop.close()
 
 
 # ---------------------------------------------------------------- a store that fails

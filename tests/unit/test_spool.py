@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import threading
 from pathlib import Path
 
 import msgspec
@@ -13,7 +15,7 @@ from supervisor import failpoints
 from supervisor.checkpoint.image_file import ImageWriter
 from supervisor.checkpoint.notes import UploadNotes, UploadTokens
 from supervisor.checkpoint.spool import READY, Spool, SpoolRecord, image_name
-from supervisor.checkpoint.spool_errors import SpoolError, SpoolFull
+from supervisor.checkpoint.spool_errors import SpoolError, SpoolFull, SpoolNotMounted
 from supervisor.ranks.slots import SlotBuffer
 from tests.unit.filesystems import tmpfs
 from tests.unit.tables import a_shard
@@ -359,3 +361,142 @@ def test_a_ready_file_that_cannot_be_read_makes_its_checkpoint_rubbish(tmp_path:
     )
 
     assert spool.ready() == []
+
+
+# ---------------------------------------------------------------- ballast
+
+
+def test_the_ballast_is_reserved_given_up_once_and_reserved_again(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", size="8m") as folder:
+        spool = Spool(str(folder), "job", ballast_bytes=2 << 20)
+        ballast = Path(spool.path, "ballast")
+        assert ballast.stat().st_blocks * 512 == 2 << 20
+
+        assert spool.make_room()
+        assert not ballast.exists()
+        assert not spool.make_room()
+        spool.keep_ballast(beside_bytes=5 << 20)
+        assert not ballast.exists()  # a checkpoint goes first
+        spool.keep_ballast(beside_bytes=1 << 20)
+
+        assert ballast.exists()
+
+
+def test_a_disk_without_room_for_the_ballast_is_used_without(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", size="1m") as folder:
+        spool = Spool(str(folder), "job", ballast_bytes=2 << 20)
+
+        put(spool)
+
+        assert at(spool) == [(1, 10)]
+        assert not Path(spool.path, "ballast").exists()
+
+
+def test_room_is_made_of_all_sets_but_the_newest(spool: Spool) -> None:
+    for step in (10, 20, 30):
+        put(spool, step=step)
+
+    assert spool.make_room()
+
+    assert at(spool) == [(1, 30)]
+
+
+def test_a_set_that_is_spared_outlives_newer_ones(spool: Spool) -> None:
+    for step in (10, 20, 30, 40):
+        put(spool, step=step)
+
+    spool.evict(keep=2, spare=(1, 10))
+
+    assert at(spool) == [(1, 40), (1, 30), (1, 10)]
+
+
+# ---------------------------------------------------------------- the right disk
+
+
+def test_a_folder_is_refused_where_a_mount_is_required(tmp_path: Path) -> None:
+    with pytest.raises(SpoolNotMounted, match="is not a mount point"):
+        Spool(str(tmp_path), "job", require_mount=True)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mount_is_taken_where_one_is_required(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", size="1m") as folder:
+        assert Spool(str(folder), "job", require_mount=True).ready() == []
+
+
+def test_a_read_only_disk_is_told_as_such(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", size="1m") as folder:
+        Spool(str(folder), "job")
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+
+        with pytest.raises(SpoolNotMounted, match="read-only"):
+            Spool(str(folder), "job")
+
+
+def test_another_disk_under_the_same_path_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    spool = Spool(str(tmp_path / "root"), "job")
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "lastgasp-test", str(tmp_path / "root")],
+        check=True,
+    )
+    try:
+        os.makedirs(os.path.join(spool.path, "checkpoints"))
+        with pytest.raises(SpoolNotMounted, match="another disk"):
+            spool.begin()
+        assert names(spool) == set()
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "root")], check=True)
+
+
+# ---------------------------------------------------------------- sets that are not whole
+
+
+def test_a_set_that_is_rejected_is_gone_and_told(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    spool = Spool(str(tmp_path), "job", on_rejected=lambda *facts: told.append(facts))
+    put(spool)
+    (found,) = spool.ready()
+
+    spool.reject(found, "differs from its digest")
+
+    assert spool.ready() == []
+    assert told == [(1, 10, "differs from its digest")]
+
+
+def test_a_writer_that_is_given_up_during_a_write_closes_when_the_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed before, its number could be another file's by the time the write goes on."""
+    began, goes_on = threading.Event(), threading.Event()
+    real_pwrite = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        began.set()
+        assert goes_on.wait(20)
+        return real_pwrite(fd, data, offset)
+
+    writer = ImageWriter(str(tmp_path / "image"), size_bytes=4096)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    slot = SlotBuffer.in_memory("test", 4096)
+    thread = threading.Thread(target=writer.write, args=(slot.view(4096), 0))
+    thread.start()
+    assert began.wait(20)
+
+    writer.abandon()
+    num_open = sum(_path_of(fd) == str(tmp_path / "image") for fd in os.listdir("/proc/self/fd"))
+    goes_on.set()
+    thread.join(20)
+
+    assert num_open == 1
+    assert not any(_path_of(fd) == str(tmp_path / "image") for fd in os.listdir("/proc/self/fd"))
+    with pytest.raises(SpoolError, match="given up"):
+        writer.write(slot.view(4096), 0)
+
+
+def _path_of(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
