@@ -66,20 +66,24 @@ class PythonGeneratorObject(StatefulObject):
 
 
 class NumpyGeneratorObject(StatefulObject):
-    """A numpy.random.Generator or RandomState of the user's own."""
+    """A numpy.random.Generator, BitGenerator or RandomState of the user's own."""
 
     kind = "numpy-generator"
 
     def read(self) -> Any:
-        if hasattr(self.value, "bit_generator"):
-            return self.value.bit_generator.state
-        return self.value.get_state(legacy=False)
+        if hasattr(self.value, "get_state"):
+            return self.value.get_state(legacy=False)
+        return self._bits.state
 
     def write(self, state: Any) -> None:
-        if hasattr(self.value, "bit_generator"):
-            self.value.bit_generator.state = state
-        else:
+        if hasattr(self.value, "set_state"):
             self.value.set_state(state)
+        else:
+            self._bits.state = state
+
+    @property
+    def _bits(self) -> Any:
+        return getattr(self.value, "bit_generator", self.value)
 
 
 class TensorObject:
@@ -112,10 +116,15 @@ def stateful_object(name: str, value: Any) -> StatefulObject | TensorObject:
         return TensorObject(name, value)
     if isinstance(value, torch.Generator):
         return TorchGeneratorObject(name, value)
+    if isinstance(value, random.SystemRandom):
+        raise UnsupportedState(name, "draws from the machine's entropy, which has no state")
     if isinstance(value, random.Random):
         return PythonGeneratorObject(name, value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+    if numpy is not None and isinstance(
+        value,
+        numpy.random.Generator | numpy.random.BitGenerator | numpy.random.RandomState,
+    ):
         return NumpyGeneratorObject(name, value)
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
