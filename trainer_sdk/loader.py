@@ -39,6 +39,7 @@ class LoaderObject:
     """
 
     kind = "loader"
+    class_name = ""
 
     def __init__(self, name: str, loader: Any, *, is_training: bool) -> None:
         self.name = name

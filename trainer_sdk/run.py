@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer_sdk.errors import Preempted, UsageError
+from trainer_sdk.errors import Preempted, TrainerSdkError, UsageError
+from trainer_sdk.protocol import environment
 from trainer_sdk.protocol.control_page import ACT_AT, BEAT_NS, NEVER, STEP
 from trainer_sdk.receipt import Receipt
+from trainer_sdk.refusal import tell_if_fatal
 from trainer_sdk.registry import Registry, UserValues
-from trainer_sdk.session import Moment, Session, open_session
+from trainer_sdk.session import Moment, Session, new_hello, open_session
 
 log = logging.getLogger("trainer_sdk")
 
@@ -28,12 +31,25 @@ def attach(objects: Mapping[str, Any]) -> Run:
     """Create this process's run; see `trainer_sdk.attach`."""
     global _active
     with _active_lock:
-        if _active is not None:
-            raise UsageError(
-                "this process has a run already", hint="call finish() on it before attaching again"
-            )
-        _active = run = Run(objects)
+        try:
+            if _active is not None:
+                raise UsageError(
+                    "this process has a run already",
+                    hint="call finish() on it before attaching again",
+                )
+            _active = run = Run(objects)
+        except TrainerSdkError as error:
+            raise _told(error, _active) from None
     return run
+
+
+def _told(error: TrainerSdkError, run: Run | None) -> TrainerSdkError:
+    """The error for the script: without our own frames, and told to the supervisor if it turns
+    out to end the process."""
+    session = run._session if run is not None else None
+    hello = session.hello if session is not None else new_hello()
+    tell_if_fatal(error, os.environ.get(environment.SOCKET), hello)
+    return error.with_traceback(None)
 
 
 def _forget(run: Run) -> None:
@@ -81,11 +97,14 @@ class Run:
             RejectedBySupervisor: this process may not take part.
         """
         if self.receipt is not None or self._is_closed:
-            raise UsageError("restore() is called once, before the first step")
+            raise _told(UsageError("restore() is called once, before the first step"), self)
         if self._session is None:
             self.receipt = Receipt()
             return self.receipt
-        self.receipt = self._session.restore()
+        try:
+            self.receipt = self._session.restore()
+        except TrainerSdkError as error:  # the supervisor heard of it already
+            raise error.with_traceback(None) from None
         self.global_step = self.receipt.step
         self._epoch = self.receipt.epoch
         self._words = self._session.page_words()
@@ -158,10 +177,11 @@ class Run:
         if self.global_step > 0:
             return True
         if self._is_dirty:
-            raise UsageError(
+            error = UsageError(
                 "training ended, but run.step() was never called: nothing was saved",
                 hint="call run.step() once after each optimizer step",
             )
+            raise _told(error, self)
         log.warning("nothing was trained: there is no checkpoint, and the end is not recorded")
         return False
 
@@ -192,10 +212,13 @@ class Run:
             UnsupportedState, UsageError: nothing was registered.
             RestoreError: an object does not fit what was saved under its name.
         """
-        added = self._registry.add_all(objects)
-        self._hook(added)
-        for name in self._registry.adopt_carried(added):
-            log.info("%s took the state that was saved for it", name)
+        try:
+            added = self._registry.add_all(objects)
+            self._hook(added)
+            for name in self._registry.adopt_carried(added):
+                log.info("%s took the state that was saved for it", name)
+        except TrainerSdkError as error:
+            raise _told(error, self) from None
         self._look_at = 0
 
     # ------------------------------------------------------------ context
@@ -265,10 +288,12 @@ class Run:
 
     def _at_boundary(self, step: int) -> None:
         if self._is_closed:
-            raise UsageError("the run is finished")
+            raise _told(UsageError("the run is finished"), self)
         if self.receipt is None:
             self.global_step -= 1
-            raise UsageError("call restore() before the first step", hint="run.restore()")
+            raise _told(
+                UsageError("call restore() before the first step", hint="run.restore()"), self
+            )
         if self._session is None:
             self._look_at = NEVER
             return

@@ -38,6 +38,7 @@ from trainer_sdk.protocol.messages import (
     Welcome,
 )
 from trainer_sdk.receipt import Receipt
+from trainer_sdk.refusal import MAX_REASON
 from trainer_sdk.registry import Registry
 from trainer_sdk.resuming import restore_from_images
 from trainer_sdk.staging import Image, StagedImage, Stager
@@ -48,7 +49,6 @@ log = logging.getLogger("trainer_sdk")
 _RESTORE_LIMIT_S = 1800.0
 _BEAT_S = 0.5
 _GROWTH_LIMIT_S = 5.0
-_MAX_REASON = 60_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,11 @@ def open_session(registry: Registry, on_attention: Callable[[], None]) -> Sessio
     path = os.environ.get(environment.SOCKET)
     if not path:
         return None
-    return Session(path, _hello(), registry, on_attention)
+    return Session(path, new_hello(), registry, on_attention)
 
 
-def _hello() -> Hello:
+def new_hello() -> Hello:
+    """How this process introduces itself."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -91,6 +92,7 @@ class Session:
     def __init__(
         self, path: str, hello: Hello, registry: Registry, on_attention: Callable[[], None]
     ) -> None:
+        self.hello = hello
         self.rank = hello.rank
         self.world_size = hello.world_size
         self.stager = Stager(rank=hello.rank, world_size=hello.world_size)
@@ -164,9 +166,7 @@ class Session:
             )
         except TrainerSdkError as error:
             is_bad = isinstance(error, RestoreError) and error.is_checkpoint_bad
-            self._link.post(
-                RestoreFailed(reason=str(error)[:_MAX_REASON], is_checkpoint_bad=is_bad)
-            )
+            self._link.post(RestoreFailed(reason=str(error)[:MAX_REASON], is_checkpoint_bad=is_bad))
             if isinstance(error, RestoreError):
                 raise
             raise RestoreError(error.message, hint=error.hint) from error
@@ -301,7 +301,7 @@ class Session:
             self.stager.stage(image, is_overlapped=is_overlapped, on_staged=report)
         except Exception as error:  # noqa: BLE001 - a user's state_dict() may raise anything
             log.warning("step %d was not saved: %s", moment.step, error)
-            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             self._link.post(Unsealed(slot=slot, step=moment.step, reason=reason))
             return False
         return True

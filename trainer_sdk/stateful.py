@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer_sdk.capture import SavedReader, Sink
 from trainer_sdk.errors import UnsupportedState
@@ -22,6 +23,7 @@ class StatefulObject:
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
         self.value = value
+        self.class_name = type(value).__qualname__
 
     def read(self) -> Any:
         """The object's own state."""
@@ -36,6 +38,11 @@ class StatefulObject:
 
     def mismatches(self, state: Any, saved: SavedReader) -> list[str]:
         return []
+
+    def goes_by_groups_of(self, optimizer: Optimizer) -> bool:
+        """Whether it is a scheduler of this optimizer, so that it may keep values by the position
+        of the parameter groups."""
+        return getattr(self.value, "optimizer", None) is optimizer
 
     def apply(self, state: Any, saved: SavedReader) -> None:
         self.write(decode_tree(state, self.name, saved.tensor))
@@ -90,6 +97,7 @@ class TensorObject:
     """One tensor, restored in place."""
 
     kind = "tensor"
+    class_name = ""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name

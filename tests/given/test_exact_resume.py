@@ -107,7 +107,7 @@ def assert_same(lives: Lives, prefix: str, *keys: str) -> None:
 
     assert expected
     assert set(found) == set(expected)
-    assert {name: found[name] for name in expected if found[name] != expected[name]} == {}
+    assert [name for name in expected if found[name] != expected[name]] == []
 
 
 def assert_unchanged_by_the_restore(lives: Lives, prefix: str, *keys: str) -> None:
@@ -116,7 +116,7 @@ def assert_unchanged_by_the_restore(lives: Lives, prefix: str, *keys: str) -> No
         step = life["step"]
         expected = sections({step: twin[step]}, prefix, *keys)
         found = sections({step: life["sections"]}, prefix, *keys)
-        assert {name: found[name] for name in expected if found[name] != expected[name]} == {}
+        assert [name for name in expected if found[name] != expected[name]] == []
 
 
 on_toy = pytest.mark.xdist_group("given-toy")

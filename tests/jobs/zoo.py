@@ -123,13 +123,15 @@ class Exhibit:
 class Twins(nn.Module):
     """Two layers of one shape, so that state which follows positions lands on the wrong one."""
 
-    def __init__(self, name: str = "twins", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, name: str = "twins", dtype: torch.dtype = torch.float32, *, is_fixed: bool = False
+    ) -> None:
         super().__init__()
         layers = {}
         for layer in ("first", "second"):
             seed_by(name + layer)
             layers[layer] = nn.Linear(4, 4).to(dtype)
-        for layer in sorted(layers, reverse=IS_REVERSED):
+        for layer in sorted(layers, reverse=IS_REVERSED and not is_fixed):
             self.add_module(layer, layers[layer])
         self.dtype = dtype
 
@@ -440,7 +442,9 @@ def optimizer_exhibits() -> Iterator[Exhibit]:
         "lion": lambda p: Lion(p, lr=0.003),
     }
     for name, make in plain.items():
-        yield Exhibit(f"opt_{name}", Twins(name), lambda m, make=make: make(m.parameters()))
+        # What LBFGS keeps spans all parameters in their order, so another order is refused.
+        model = Twins(name, is_fixed=name == "lbfgs")
+        yield Exhibit(f"opt_{name}", model, lambda m, make=make: make(m.parameters()))
     if hasattr(o, "Muon"):
         yield Exhibit(
             "opt_muon",
@@ -517,7 +521,6 @@ def tensor_exhibits() -> Iterator[Exhibit]:
         "order",
         Twins("order"),
         lambda m: torch.optim.AdamW(two_groups(m)),
-        lambda o: schedulers.LambdaLR(o, [linear_decay, warm_up][::ORDER]),
     )
 
 
