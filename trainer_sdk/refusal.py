@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 
 from trainer_sdk.errors import TrainerSdkError
 from trainer_sdk.protocol.errors import ProtocolError
@@ -25,33 +26,37 @@ from trainer_sdk.protocol.messages import (
 )
 
 # Claiming a generation asks the store, which may be slow.
-_PATIENCE_S = 30.0
-_HEARD_WITHIN_S = 1.0
+PATIENCE_S = 30.0
+HEARD_WITHIN_S = 1.0
 MAX_REASON = 60_000
 
 log = logging.getLogger("trainer_sdk")
 
 
-def tell_if_fatal(error: TrainerSdkError, path: str | None, hello: Hello) -> None:
-    """Have the supervisor at `path` told if this process ends by `error`."""
-    if path:
-        atexit.register(_tell_at_exit, weakref.ref(error), str(error)[:MAX_REASON], path, hello)
+def tell_if_fatal(error: TrainerSdkError, tell: Callable[[str], None]) -> None:
+    """Have `tell` called with the reason, in an exit handler, if this process ends by `error`."""
+    atexit.register(_tell_at_exit, weakref.ref(error), str(error)[:MAX_REASON], tell)
 
 
 def _tell_at_exit(
-    error: weakref.ref[TrainerSdkError], reason: str, path: str, hello: Hello
+    error: weakref.ref[TrainerSdkError], reason: str, tell: Callable[[str], None]
 ) -> None:
     # Source: CPython, PyErr_PrintEx: an exception that nobody caught is kept in sys.last_value.
     if error() is None or getattr(sys, "last_value", None) is not error():
         return
     try:
-        _tell(reason, path, hello)
-    except (OSError, ProtocolError):
+        tell(reason)
+    except (OSError, ProtocolError, TrainerSdkError):
         log.debug("the supervisor did not hear why this process ends")
 
 
-def _tell(reason: str, path: str, hello: Hello) -> None:
-    with connect(path, timeout_s=_PATIENCE_S) as sock:
+def tell_anew(reason: str, path: str, hello: Hello) -> None:
+    """Tell the supervisor at `path` over a connection of its own.
+
+    Raises:
+        OSError, ProtocolError: it does not listen.
+    """
+    with connect(path, timeout_s=PATIENCE_S) as sock:
         send_frame(sock, encode(hello))
         while True:
             body, fds = receive_frame(sock)
@@ -60,7 +65,7 @@ def _tell(reason: str, path: str, hello: Hello) -> None:
             if isinstance(message, Welcome):
                 send_frame(sock, encode(RestoreFailed(reason=reason, is_checkpoint_bad=False)))
                 # The supervisor must not see our end before it sees the reason; it does not answer.
-                sock.settimeout(_HEARD_WITHIN_S)
+                sock.settimeout(HEARD_WITHIN_S)
                 with contextlib.suppress(TimeoutError):
                     sock.recv(1)
                 return

@@ -14,7 +14,7 @@ from trainer_sdk.errors import Preempted, TrainerSdkError, UsageError
 from trainer_sdk.protocol import environment
 from trainer_sdk.protocol.control_page import ACT_AT, BEAT_NS, NEVER, STEP
 from trainer_sdk.receipt import Receipt
-from trainer_sdk.refusal import tell_if_fatal
+from trainer_sdk.refusal import tell_anew, tell_if_fatal
 from trainer_sdk.registry import Registry, UserValues
 from trainer_sdk.session import Moment, Session, new_hello, open_session
 
@@ -46,9 +46,16 @@ def attach(objects: Mapping[str, Any]) -> Run:
 def _told(error: TrainerSdkError, run: Run | None) -> TrainerSdkError:
     """The error for the script: without our own frames, and told to the supervisor if it turns
     out to end the process."""
-    session = run._session if run is not None else None
-    hello = session.hello if session is not None else new_hello()
-    tell_if_fatal(error, os.environ.get(environment.SOCKET), hello)
+    path = os.environ.get(environment.SOCKET)
+    if path:
+        session = run._session if run is not None else None
+        hello = session.hello if session is not None else new_hello()
+
+        def tell(reason: str) -> None:
+            if session is None or not session.refuse(reason):
+                tell_anew(reason, path, hello)
+
+        tell_if_fatal(error, tell)
     return error.with_traceback(None)
 
 

@@ -38,10 +38,11 @@ from trainer_sdk.protocol.messages import (
     Welcome,
 )
 from trainer_sdk.receipt import Receipt
-from trainer_sdk.refusal import MAX_REASON
+from trainer_sdk.refusal import HEARD_WITHIN_S, MAX_REASON, PATIENCE_S
 from trainer_sdk.registry import Registry
 from trainer_sdk.resuming import restore_from_images
 from trainer_sdk.staging import Image, StagedImage, Stager
+from trainer_sdk.termination import guard_rank
 from trainer_sdk.tree import dump_json
 
 log = logging.getLogger("trainer_sdk")
@@ -93,11 +94,13 @@ class Session:
         self, path: str, hello: Hello, registry: Registry, on_attention: Callable[[], None]
     ) -> None:
         self.hello = hello
+        self._is_closed = False
         self.rank = hello.rank
         self.world_size = hello.world_size
         self.stager = Stager(rank=hello.rank, world_size=hello.world_size)
         self._registry = registry
         self._link = Link(path, hello, on_attention)
+        self._guard = guard_rank(self._has_notice)
         self._page: ControlPage | None = None
         self._num_grants = 0
         self._handled_save = -1
@@ -132,6 +135,11 @@ class Session:
         welcome = self._link.inbox.welcome
         assert welcome is not None
         return welcome
+
+    def _has_notice(self) -> bool:
+        """Asked from another thread."""
+        page = self._link.inbox.page
+        return page is not None and not self._is_closed and page.deadline_ns != 0
 
     def _set_state(self, state: int) -> None:
         self.page.set_rank_state(state, os.getpid())
@@ -463,8 +471,20 @@ class Session:
                 page.words[BEAT_NS] = time.monotonic_ns()
         return self._link.wait(is_ready, 0)
 
+    def refuse(self, reason: str) -> bool:
+        """Say that the script cannot go on, and stay until that is heard; False if closed."""
+        if self._is_closed:
+            return False
+        if self._link.wait(lambda inbox: inbox.welcome is not None, PATIENCE_S):
+            self._link.post(RestoreFailed(reason=reason, is_checkpoint_bad=False))
+            self._link.wait(lambda inbox: not inbox.is_connected, HEARD_WITHIN_S)
+        return True
+
     def close(self) -> None:
         """Leave; what was sealed stays the supervisor's."""
+        self._is_closed = True
+        if self._guard is not None:
+            self._guard.close()
         self.stager.wait()
         self._link.close()
         self.stager.release()
