@@ -37,10 +37,38 @@ def attach(objects: Mapping[str, Any]) -> Run:
                     "this process has a run already",
                     hint="call finish() on it before attaching again",
                 )
+            _check_holder()
             _active = run = Run(objects)
         except TrainerSdkError as error:
             raise _told(error, _active) from None
     return run
+
+
+def _check_holder() -> None:
+    """A rank has one run: a second one would have the supervisor take it for a rank started anew.
+
+    Raises:
+        UsageError: a living process, which this one descends from, holds the run.
+    """
+    holder = os.environ.get(environment.HOLDER, "")
+    if holder in ("", str(os.getpid())) or not os.path.exists(f"/proc/{holder}"):
+        return
+    raise UsageError(
+        f"this rank's run is in process {holder}, and this is its child {os.getpid()}",
+        hint="call attach() in the process that trains, and only there",
+    )
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the run is the parent's, and so are its page and its socket."""
+    global _active, _active_lock
+    _active_lock = threading.Lock()
+    run, _active = _active, None
+    if run is not None:
+        run.disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _told(error: TrainerSdkError, run: Run | None) -> TrainerSdkError:
@@ -77,8 +105,8 @@ class Run:
         self.global_step = 0
         self.receipt: Receipt | None = None
         self._registry = Registry()
-        self._words: Any = array("Q", [0] * _PAGE_WORDS)
-        self._words[ACT_AT] = NEVER
+        self._words: Any
+        self._use_dummy_page()
         # The next step at which to look closer than the control page asks for; 0 is at once.
         self._look_at = 0
         self._look_interval = 1
@@ -91,7 +119,9 @@ class Run:
         self._session: Session | None = None
         self._hook(self._registry.add_all(objects))
         self._session = open_session(self._registry, self._attend)
-        if self._session is None:
+        if self._session is not None:
+            os.environ[environment.HOLDER] = str(os.getpid())
+        else:
             log.warning("no supervisor (LASTGASP_SOCKET is not set): nothing will be saved")
 
     # ------------------------------------------------------------ the training loop
@@ -251,14 +281,23 @@ class Run:
             hook.remove()
         self._hooks = []
         if self._session is not None:
-            # The page goes away with the session; counting goes on in a dummy.
-            self._words = array("Q", [0] * _PAGE_WORDS)
-            self._words[ACT_AT] = NEVER
+            self._use_dummy_page()  # the page goes away with the session; counting goes on
             self._session.close()
+            os.environ.pop(environment.HOLDER, None)
         self._registry.release()
         _forget(self)
 
+    def disown(self) -> None:
+        """Only count from now on: this is a forked child, the run is its parent's."""
+        self._use_dummy_page()
+        self._session = None
+        self._look_at = NEVER
+
     # ------------------------------------------------------------ inside
+
+    def _use_dummy_page(self) -> None:
+        self._words = array("Q", [0] * _PAGE_WORDS)
+        self._words[ACT_AT] = NEVER
 
     def _hook(self, added: list[Any]) -> None:
         self._loaders = tuple(self._registry.loaders)
