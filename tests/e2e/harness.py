@@ -115,6 +115,9 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
     # What runs under the supervisor unless a start says otherwise; None: the toy under torchrun.
     command: list[str] | None = None
+    # What the supervisor is started through, such as a shell that enters a cgroup first.
+    wrapper: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         (self.folder / "log").mkdir(parents=True)
@@ -154,7 +157,8 @@ format = "json"
 {self.extra}
 """
         )
-        return Node(folder)
+        self.nodes.append(Node(folder))
+        return self.nodes[-1]
 
     def start(self, node: Node, *flags: str, command: list[str] | None = None, **env: str) -> None:
         """`lastgasp run` on this node."""
@@ -163,9 +167,10 @@ format = "json"
             command or self.command or ["torchrun", f"--nproc-per-node={self.world}", str(TOY)]
         )
         full = {**base_env(self.log, **self.env), **env}
+        supervisor = ["lastgasp", "run", "-c", str(node.folder / "job.toml"), *flags]
         with open(node.folder / f"stderr-{node.num_starts}.log", "wb") as stderr:
             node.process = subprocess.Popen(
-                ["lastgasp", "run", "-c", str(node.folder / "job.toml"), *flags, "--", *command],
+                [*self.wrapper, *supervisor, "--", *command],
                 env=full,
                 stderr=stderr,
                 stdout=stderr,
@@ -291,6 +296,9 @@ format = "json"
                     process.kill()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
+        for node in self.nodes:
+            if node.process is not None:
+                node.process.wait()
 
 
 SIZED = ROOT / "tests" / "jobs" / "sized.py"
