@@ -13,8 +13,10 @@ import safetensors
 
 from supervisor.errors import ExitCode
 from tests.e2e.harness import ROOT, TOY, Cluster, assert_exact, read_log, run_twin
+from tests.given.stored import saved_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+MOMENTS = [sys.executable, str(ROOT / "tests" / "jobs" / "moments.py")]
 ZOO = [sys.executable, str(ROOT / "tests" / "jobs" / "zoo.py")]
 ZOO_STOPS = (3, 5, 10)
 ZOO_STEPS = 12
@@ -117,6 +119,94 @@ def assert_unchanged_by_the_restore(lives: Lives, prefix: str, *keys: str) -> No
         expected = sections({step: twin[step]}, prefix, *keys)
         found = sections({step: life["sections"]}, prefix, *keys)
         assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def test_c04_each_rank_goes_on_with_its_own_stream_of_random_numbers(make_cluster, tmp_path):
+    """Four ranks, of which rank r draws r extra numbers a step from each generator."""
+    env = {"TOY_DRAWS": "1", "TOY_WORKERS": "0", "TOY_EPOCHS": "1"}
+    twin = run_twin(tmp_path / "twin", world=4, **env)
+    cluster = make_cluster(world=4, env=env)
+    first, second = cluster.node("a"), cluster.node("b")
+
+    code = cluster.run(first, TOY_NOTICE=f"5:{first.notice_file}")
+    cluster.lose(first)
+    finished = cluster.run(second)
+
+    assert (code, finished) == (ExitCode.PREEMPTED_COMMITTED, ExitCode.DONE)
+    assert second.event("restore.completed")["step"] == 5
+    log = read_log(cluster.log)
+    assert_exact(log, twin)
+    for step in range(1, 8):
+        streams = {
+            line["generators"] for lines in log.values() for line in lines if line["step"] == step
+        }
+        assert len(streams) == 4
+
+
+def test_c11_an_image_holds_its_own_step_while_training_runs_on_and_the_disk_is_slow(
+    make_cluster,
+) -> None:
+    """CPU parameters, overlapped saves, a slow store and spool: each checkpoint is its step's."""
+    steps = 30
+    cluster = make_cluster(
+        world=1,
+        command=MOMENTS,
+        env={
+            "MOMENTS_STEPS": str(steps),
+            "MOMENTS_S": "0.01",
+            "LASTGASP_CHECKPOINT__SCHEDULE": "overlapped",
+            "LASTGASP_FAILPOINTS": "upload.chunk.before=sleep:0.5,spool.write.before=sleep:0.3",
+        },
+    )
+    node = cluster.node("a")
+
+    code = cluster.run(node)
+
+    assert code == ExitCode.DONE
+    weights = {line["step"]: line["weights"] for line in cluster.lines(0)}
+    saved = saved_weights(cluster)
+    assert 5 in saved
+    assert len(saved) >= 3
+    assert {step: saved[step] for step in saved if saved[step] != weights[step]} == {}
+
+
+def test_c14_a_step_is_an_optimizer_step_and_a_group_restarts_from_its_first_batch(
+    make_cluster, tmp_path
+) -> None:
+    """Groups of four batches: the notice in the middle of a group, and in the last short group of
+    an epoch, which has one batch."""
+    env = {"TOY_ACCUMULATE": "4", "TOY_WORKERS": "0"}
+    toy_alone = [sys.executable, str(TOY)]
+    twin = run_twin(tmp_path / "twin", world=1, command=toy_alone, **env)
+    cluster = make_cluster(world=1, env=env, command=toy_alone)
+    node = cluster.node("a")
+    codes = []
+    for step in (2, 7):  # 25 batches are 7 steps, the last of them of one batch
+        setting = "TOY_NOTICE_INSIDE" if step == 2 else "TOY_NOTICE"
+        codes.append(cluster.run(node, **{setting: f"{step}:{node.notice_file}"}))
+        node.notice_file.unlink()
+        assert cluster.lines(0)[-1]["step"] == step
+    codes.append(cluster.run(node))
+
+    assert codes == [ExitCode.PREEMPTED_COMMITTED] * 2 + [ExitCode.DONE]
+    assert [len(line["ids"]) for line in twin[0]] == [16] * 6 + [1] + [16] * 6 + [1]
+    assert_exact(read_log(cluster.log), twin)
+
+
+def test_c14_killed_in_the_middle_of_a_group_no_batch_is_lost_or_seen_twice(
+    make_cluster, tmp_path
+) -> None:
+    env = {"TOY_ACCUMULATE": "4", "TOY_WORKERS": "0", "LASTGASP_CHECKPOINT__EVERY_STEPS": "3"}
+    toy_alone = [sys.executable, str(TOY)]
+    twin = run_twin(tmp_path / "twin", world=1, command=toy_alone, **env)
+    cluster = make_cluster(world=1, env=env, command=toy_alone)
+    node = cluster.node("a")
+
+    code = cluster.run(node, TOY_KILL_INSIDE=f"5:{tmp_path}/killed", TOY_STEP_S="0.1")
+
+    assert code == ExitCode.DONE
+    assert node.event("restore.completed")["step"] == 3
+    assert_exact(read_log(cluster.log), twin)
 
 
 on_toy = pytest.mark.xdist_group("given-toy")

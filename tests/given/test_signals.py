@@ -11,12 +11,11 @@ import time
 
 import psutil
 import pytest
-import safetensors.torch
 
 from supervisor.control import SupervisorNotRunning, ask
 from supervisor.errors import ExitCode
 from tests.e2e.harness import ROOT, TOY, assert_exact, read_log, run_twin
-from tests.jobs.toy import digest
+from tests.given.stored import saved_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 MOMENTS = [sys.executable, str(ROOT / "tests" / "jobs" / "moments.py")]
@@ -181,18 +180,6 @@ def hammer(node, chance: random.Random, asked: dict[str, int]) -> None:
             continue  # it is about to end
         asked[verb] += 1
         time.sleep(chance.random() * 0.06)
-
-
-def saved_weights(cluster) -> dict[int, str]:
-    """The digest of the weights in every image of the store, by step."""
-    found = {}
-    for path in (cluster.folder / "store").rglob("*"):
-        if path.is_file() and "/data/" in str(path):
-            image = safetensors.torch.load_file(path)
-            step = int(path.parent.name)
-            names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-            found[step] = digest(*(image[f"model/{name}"] for name in names))
-    return found
 
 
 def test_c60_a_notice_in_a_long_evaluation_that_polls_is_saved_in_time(moments, moments_twin):

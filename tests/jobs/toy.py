@@ -154,6 +154,10 @@ def main() -> None:
                     loss += part.item()
                     if notice := os.environ.get("TOY_NOTICE_INSIDE"):
                         maybe_give_notice(notice, run.global_step + 1, pause_s=0.5 * (number == 1))
+                    if fault := os.environ.get("TOY_KILL_INSIDE"):
+                        at_step, flag = fault.split(":")
+                        if number == 1:
+                            maybe_fail(f"kill:0:{at_step}:{flag}", rank, run.global_step + 1)
                 if "TOY_DRAWS" in os.environ:
                     draw_some(rank)
                 optimizer.step()
