@@ -96,6 +96,8 @@ class StateObject(Protocol):
 
     name: str
     kind: str
+    # Whose state it is, where a state says nothing to an object of another class; "" elsewhere.
+    class_name: str
 
     def capture(self, sink: Sink) -> Any:
         """Put the tensors into the sink and return the rest as JSON.

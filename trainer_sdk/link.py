@@ -25,9 +25,9 @@ from trainer_sdk.protocol.control_page import ControlPage
 from trainer_sdk.protocol.errors import ProtocolError
 from trainer_sdk.protocol.framing import (
     close_all,
+    connect,
     receive_frame,
     send_frame,
-    short_socket_path,
 )
 from trainer_sdk.protocol.messages import (
     PROTOCOL_VERSION,
@@ -172,7 +172,7 @@ class Link:
         while not self._stop.is_set() and self.inbox.rejected is None:
             connected_at = time.monotonic()
             try:
-                with self._connect() as sock:
+                with connect(self._path, timeout_s=_FRAME_TIMEOUT_S) as sock:
                     self._sock = sock
                     self._talk(sock)
             except (OSError, ProtocolError) as error:
@@ -182,21 +182,6 @@ class Link:
                 backoff_s = _FIRST_BACKOFF_S
             self._stop.wait(backoff_s * (0.5 + random.Random().random()))
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
-
-    def _connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        path, directory = self._path, None
-        try:
-            path, directory = short_socket_path(self._path)
-            sock.settimeout(_FRAME_TIMEOUT_S)
-            sock.connect(path)
-            return sock
-        except BaseException:
-            sock.close()
-            raise
-        finally:
-            if directory is not None:
-                os.close(directory)
 
     def _talk(self, sock: socket.socket) -> None:
         self._outbox.clear()  # written for a supervisor that is gone; slots and page tell the rest

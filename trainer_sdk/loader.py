@@ -6,6 +6,7 @@ A plain DataLoader over a ResumableSampler is exact, workers' augmentation inclu
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,9 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from trainer_sdk.capture import SavedReader, Sink
 from trainer_sdk.data import EpochIndex, ResumableSampler, mix_seed
+from trainer_sdk.protocol import environment
 from trainer_sdk.rng import preserved_rng, seed_all
+from trainer_sdk.termination import guard_worker
 from trainer_sdk.tree import decode_tree, encode_tree
 
 
@@ -39,6 +42,7 @@ class LoaderObject:
     """
 
     kind = "loader"
+    class_name = ""
 
     def __init__(self, name: str, loader: Any, *, is_training: bool) -> None:
         self.name = name
@@ -69,10 +73,16 @@ class LoaderObject:
         self.loader._get_iterator = self._new_iterator
         if self.sampler is not None:
             self.sampler.is_driven = True
-        if self.mode is LoaderMode.RESUMABLE and self.loader.num_workers > 0:
+        if getattr(self.loader, "num_workers", 0) == 0:
+            return
+        seed = None
+        if self.mode is LoaderMode.RESUMABLE:
             assert self.sampler is not None
             self.sampler.carries_epoch = True
-            self.loader.worker_init_fn = WorkerSetup(self.loader.worker_init_fn, self.sampler.seed)
+            seed = self.sampler.seed
+        is_guarded = bool(os.environ.get(environment.SOCKET))
+        then = getattr(self.loader, "worker_init_fn", None)
+        self.loader.worker_init_fn = WorkerSetup(then, seed, is_guarded=is_guarded)
 
     def uninstall(self) -> None:
         """Leave the loader as it was found."""
@@ -288,15 +298,23 @@ class TrackedIterator:
 
 
 class WorkerSetup:
-    """Runs in each worker: the user's function first, then seeds every sample by its index."""
+    """Runs in each worker: the user's function first, then seeds every sample by its index, if
+    there is a seed."""
 
-    def __init__(self, then: Callable[[int], None] | None, seed: int) -> None:
+    def __init__(
+        self, then: Callable[[int], None] | None, seed: int | None, *, is_guarded: bool
+    ) -> None:
         self.then = then
         self.seed = seed
+        self.is_guarded = is_guarded
 
     def __call__(self, worker_id: int) -> None:
         if self.then is not None:
             self.then(worker_id)
+        if self.is_guarded:
+            guard_worker()
+        if self.seed is None:
+            return
         # This is the worker's own process, where one fetcher serves one loader.
         fetcher = _seeded_fetcher(torch_fetch._MapDatasetFetcher, self.seed)
         torch_fetch._MapDatasetFetcher = fetcher  # type: ignore[misc]

@@ -46,6 +46,7 @@ class ModuleObject:
     """A registered module. Identities and aliases of its tensors survive a restore."""
 
     kind = "module"
+    class_name = ""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class OptimizerObject:
             )
         self.name = name
         self.optimizer = optimizer
+        self.class_name = type(optimizer).__qualname__
         self._parameter_names = parameter_names
         self._cached: tuple[tuple[int, ...], list[list[str]]] | None = None
 
@@ -136,7 +138,29 @@ class OptimizerObject:
                     "of the same parameters in the checkpoint"
                 )
             sets[frozenset(names)] -= 1
-        return faults
+        return faults or self._order_faults(state, saved)
+
+    def has_other_order(self, state: Any) -> bool:
+        """Whether the groups stand in another order than they were saved in."""
+        here = [set(names) for names in self.group_names()]
+        return here != [set(group["params"]) for group in state["groups"]]
+
+    def _order_faults(self, state: Any, saved: SavedReader) -> list[str]:
+        """State that spans several parameters, as that of LBFGS, goes by their order."""
+        here = [name for names in self.group_names() for name in names]
+        if here == [name for group in state["groups"] for name in group["params"]]:
+            return []
+        sizes = {
+            name: parameter.numel()
+            for names, group in zip(self.group_names(), self.optimizer.param_groups, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
+        for name in state["state"]:
+            for tensor in saved.names(f"{self.name}/state/{name}/"):
+                if prod(saved.spec(tensor)[0]) > sizes[name]:
+                    fault = "its parameters stand in another order than in the checkpoint"
+                    return [f"{self.name}: {fault}, and {tensor} spans several of them"]
+        return []
 
     def apply(self, state: Any, saved: SavedReader) -> None:
         remaining = list(state["groups"])

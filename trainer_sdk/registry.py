@@ -161,9 +161,17 @@ class Registry:
         sink = Sink()
         objects: dict[str, Any] = {}
         for name, target in self.objects.items():
-            objects[name] = {"kind": target.kind, "state": target.capture(sink)}
+            objects[name] = {
+                "kind": target.kind,
+                "class": target.class_name,
+                "state": target.capture(sink),
+            }
         for name, carried in self.carried.items():
-            objects[name] = {"kind": carried.kind, "state": carried.state}
+            objects[name] = {
+                "kind": carried.kind,
+                "class": carried.class_name,
+                "state": carried.state,
+            }
             for tensor_name, tensor in carried.tensors.items():
                 sink.put_other(tensor_name, tensor)
         stored, aliases = split_aliases(sink.tensors.values())

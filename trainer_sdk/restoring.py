@@ -18,6 +18,7 @@ from trainer_sdk.modules import ModuleObject
 from trainer_sdk.optimizers import OptimizerObject
 from trainer_sdk.rng import capture_rng, derive_rng, restore_rng
 from trainer_sdk.saved import SavedState
+from trainer_sdk.stateful import StatefulObject
 from trainer_sdk.tree import dump_json
 
 log = logging.getLogger("trainer_sdk")
@@ -28,6 +29,7 @@ class Carried:
     """State in a checkpoint whose object has not come back yet; saved again as it is."""
 
     kind: str
+    class_name: str
     state: Any
     tensors: Mapping[str, torch.Tensor]
 
@@ -86,7 +88,12 @@ def restore_objects(
 def carry(name: str, tree: Mapping[str, Any], saved: SavedState) -> Carried:
     """Keep a copy of an object's saved state."""
     tensors = {tensor: saved.tensor(tensor) for tensor in saved.names(f"{name}/")}
-    return Carried(kind=tree["kind"], state=tree["state"], tensors=tensors)
+    return Carried(
+        kind=tree["kind"],
+        class_name=tree.get("class", ""),
+        state=tree["state"],
+        tensors=tensors,
+    )
 
 
 def apply_carried(target: StateObject, carried: Carried) -> None:
@@ -95,7 +102,8 @@ def apply_carried(target: StateObject, carried: Carried) -> None:
     Raises:
         RestoreError: it does not fit what was saved under its name.
     """
-    faults = _kind_fault(target, carried.kind) or target.mismatches(carried.state, carried)
+    faults = _kind_fault(target, carried.kind, carried.class_name)
+    faults = faults or target.mismatches(carried.state, carried)
     if faults:
         raise RestoreError(f"{target.name} does not fit the checkpoint", mismatches=faults)
     _apply(target, carried.state, carried)
@@ -106,26 +114,46 @@ def _order(target: StateObject) -> int:
     return 1 if isinstance(target, OptimizerObject) else 0
 
 
-def _kind_fault(target: StateObject, kind: str) -> list[str]:
-    if target.kind == kind:
-        return []
-    return [f"{target.name}: a {target.kind} here, a {kind} in the checkpoint"]
+def _kind_fault(target: StateObject, kind: str, class_name: str) -> list[str]:
+    if target.kind != kind:
+        return [f"{target.name}: a {target.kind} here, a {kind} in the checkpoint"]
+    if class_name and target.class_name and target.class_name != class_name:
+        return [f"{target.name}: a {target.class_name} here, a {class_name} in the checkpoint"]
+    return []
 
 
 def _check(objects: Mapping[str, StateObject], trees: Mapping[str, Any], saved: SavedState) -> None:
     faults = []
     for name, target in objects.items():
         if name in trees:
-            kind_fault = _kind_fault(target, trees[name]["kind"])
-            faults += kind_fault or target.mismatches(trees[name]["state"], saved)
+            tree = trees[name]
+            kind_fault = _kind_fault(target, tree["kind"], tree.get("class", ""))
+            faults += kind_fault or target.mismatches(tree["state"], saved)
         elif isinstance(target, ModuleObject | OptimizerObject):
             faults.append(f"{name}: a {target.kind} that is not in the checkpoint")
+    if not faults:
+        faults = _group_order_faults(objects, trees)
     if faults:
         raise RestoreError(
             "the checkpoint does not fit the training script; nothing was restored",
             mismatches=faults,
             hint="register() after restore() what is to start fresh, or use another job id",
         )
+
+
+def _group_order_faults(objects: Mapping[str, StateObject], trees: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: may keep values by the position of the parameter groups, and those of "
+        f"{optimizer.name} stand in another order than in the checkpoint"
+        for optimizer in objects.values()
+        if isinstance(optimizer, OptimizerObject)
+        and optimizer.name in trees
+        and optimizer.has_other_order(trees[optimizer.name]["state"])
+        for name, target in objects.items()
+        if isinstance(target, StatefulObject)
+        and target.goes_by_groups_of(optimizer.optimizer)
+        and name in trees
+    ]
 
 
 def _apply(target: StateObject, state: Any, saved: SavedReader) -> None:

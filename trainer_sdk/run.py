@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer_sdk.errors import Preempted, UsageError
+from trainer_sdk.errors import Preempted, TrainerSdkError, UsageError
+from trainer_sdk.protocol import environment
 from trainer_sdk.protocol.control_page import ACT_AT, BEAT_NS, NEVER, STEP
 from trainer_sdk.receipt import Receipt
+from trainer_sdk.refusal import tell_anew, tell_if_fatal
 from trainer_sdk.registry import Registry, UserValues
-from trainer_sdk.session import Moment, Session, open_session
+from trainer_sdk.session import Moment, Session, new_hello, open_session
 
 log = logging.getLogger("trainer_sdk")
 
@@ -28,12 +31,60 @@ def attach(objects: Mapping[str, Any]) -> Run:
     """Create this process's run; see `trainer_sdk.attach`."""
     global _active
     with _active_lock:
-        if _active is not None:
-            raise UsageError(
-                "this process has a run already", hint="call finish() on it before attaching again"
-            )
-        _active = run = Run(objects)
+        try:
+            if _active is not None:
+                raise UsageError(
+                    "this process has a run already",
+                    hint="call finish() on it before attaching again",
+                )
+            _check_holder()
+            _active = run = Run(objects)
+        except TrainerSdkError as error:
+            raise _told(error, _active) from None
     return run
+
+
+def _check_holder() -> None:
+    """A rank has one run: a second one would have the supervisor take it for a rank started anew.
+
+    Raises:
+        UsageError: a living process, which this one descends from, holds the run.
+    """
+    holder = os.environ.get(environment.HOLDER, "")
+    if holder in ("", str(os.getpid())) or not os.path.exists(f"/proc/{holder}"):
+        return
+    raise UsageError(
+        f"this rank's run is in process {holder}, and this is its child {os.getpid()}",
+        hint="call attach() in the process that trains, and only there",
+    )
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the run is the parent's, and so are its page and its socket."""
+    global _active, _active_lock
+    _active_lock = threading.Lock()
+    run, _active = _active, None
+    if run is not None:
+        run.disown()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _told(error: TrainerSdkError, run: Run | None) -> TrainerSdkError:
+    """The error for the script: without our own frames, and told to the supervisor if it turns
+    out to end the process."""
+    path = os.environ.get(environment.SOCKET)
+    if path:
+        session = run._session if run is not None else None
+        hello = session.hello if session is not None else new_hello()
+
+        def tell(reason: str) -> None:
+            if session is None or not session.refuse(reason):
+                tell_anew(reason, path, hello)
+
+        tell_if_fatal(error, tell)
+    return error.with_traceback(None)
 
 
 def _forget(run: Run) -> None:
@@ -54,8 +105,8 @@ class Run:
         self.global_step = 0
         self.receipt: Receipt | None = None
         self._registry = Registry()
-        self._words: Any = array("Q", [0] * _PAGE_WORDS)
-        self._words[ACT_AT] = NEVER
+        self._words: Any
+        self._use_dummy_page()
         # The next step at which to look closer than the control page asks for; 0 is at once.
         self._look_at = 0
         self._look_interval = 1
@@ -68,7 +119,9 @@ class Run:
         self._session: Session | None = None
         self._hook(self._registry.add_all(objects))
         self._session = open_session(self._registry, self._attend)
-        if self._session is None:
+        if self._session is not None:
+            os.environ[environment.HOLDER] = str(os.getpid())
+        else:
             log.warning("no supervisor (LASTGASP_SOCKET is not set): nothing will be saved")
 
     # ------------------------------------------------------------ the training loop
@@ -81,11 +134,14 @@ class Run:
             RejectedBySupervisor: this process may not take part.
         """
         if self.receipt is not None or self._is_closed:
-            raise UsageError("restore() is called once, before the first step")
+            raise _told(UsageError("restore() is called once, before the first step"), self)
         if self._session is None:
             self.receipt = Receipt()
             return self.receipt
-        self.receipt = self._session.restore()
+        try:
+            self.receipt = self._session.restore()
+        except TrainerSdkError as error:  # the supervisor heard of it already
+            raise error.with_traceback(None) from None
         self.global_step = self.receipt.step
         self._epoch = self.receipt.epoch
         self._words = self._session.page_words()
@@ -158,10 +214,11 @@ class Run:
         if self.global_step > 0:
             return True
         if self._is_dirty:
-            raise UsageError(
+            error = UsageError(
                 "training ended, but run.step() was never called: nothing was saved",
                 hint="call run.step() once after each optimizer step",
             )
+            raise _told(error, self)
         log.warning("nothing was trained: there is no checkpoint, and the end is not recorded")
         return False
 
@@ -192,10 +249,13 @@ class Run:
             UnsupportedState, UsageError: nothing was registered.
             RestoreError: an object does not fit what was saved under its name.
         """
-        added = self._registry.add_all(objects)
-        self._hook(added)
-        for name in self._registry.adopt_carried(added):
-            log.info("%s took the state that was saved for it", name)
+        try:
+            added = self._registry.add_all(objects)
+            self._hook(added)
+            for name in self._registry.adopt_carried(added):
+                log.info("%s took the state that was saved for it", name)
+        except TrainerSdkError as error:
+            raise _told(error, self) from None
         self._look_at = 0
 
     # ------------------------------------------------------------ context
@@ -221,14 +281,23 @@ class Run:
             hook.remove()
         self._hooks = []
         if self._session is not None:
-            # The page goes away with the session; counting goes on in a dummy.
-            self._words = array("Q", [0] * _PAGE_WORDS)
-            self._words[ACT_AT] = NEVER
+            self._use_dummy_page()  # the page goes away with the session; counting goes on
             self._session.close()
+            os.environ.pop(environment.HOLDER, None)
         self._registry.release()
         _forget(self)
 
+    def disown(self) -> None:
+        """Only count from now on: this is a forked child, the run is its parent's."""
+        self._use_dummy_page()
+        self._session = None
+        self._look_at = NEVER
+
     # ------------------------------------------------------------ inside
+
+    def _use_dummy_page(self) -> None:
+        self._words = array("Q", [0] * _PAGE_WORDS)
+        self._words[ACT_AT] = NEVER
 
     def _hook(self, added: list[Any]) -> None:
         self._loaders = tuple(self._registry.loaders)
@@ -265,10 +334,12 @@ class Run:
 
     def _at_boundary(self, step: int) -> None:
         if self._is_closed:
-            raise UsageError("the run is finished")
+            raise _told(UsageError("the run is finished"), self)
         if self.receipt is None:
             self.global_step -= 1
-            raise UsageError("call restore() before the first step", hint="run.restore()")
+            raise _told(
+                UsageError("call restore() before the first step", hint="run.restore()"), self
+            )
         if self._session is None:
             self._look_at = NEVER
             return

@@ -38,9 +38,11 @@ from trainer_sdk.protocol.messages import (
     Welcome,
 )
 from trainer_sdk.receipt import Receipt
+from trainer_sdk.refusal import HEARD_WITHIN_S, MAX_REASON, PATIENCE_S
 from trainer_sdk.registry import Registry
 from trainer_sdk.resuming import restore_from_images
 from trainer_sdk.staging import Image, StagedImage, Stager
+from trainer_sdk.termination import guard_rank
 from trainer_sdk.tree import dump_json
 
 log = logging.getLogger("trainer_sdk")
@@ -48,7 +50,6 @@ log = logging.getLogger("trainer_sdk")
 _RESTORE_LIMIT_S = 1800.0
 _BEAT_S = 0.5
 _GROWTH_LIMIT_S = 5.0
-_MAX_REASON = 60_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,11 @@ def open_session(registry: Registry, on_attention: Callable[[], None]) -> Sessio
     path = os.environ.get(environment.SOCKET)
     if not path:
         return None
-    return Session(path, _hello(), registry, on_attention)
+    return Session(path, new_hello(), registry, on_attention)
 
 
-def _hello() -> Hello:
+def new_hello() -> Hello:
+    """How this process introduces itself."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -91,11 +93,14 @@ class Session:
     def __init__(
         self, path: str, hello: Hello, registry: Registry, on_attention: Callable[[], None]
     ) -> None:
+        self.hello = hello
+        self._is_closed = False
         self.rank = hello.rank
         self.world_size = hello.world_size
         self.stager = Stager(rank=hello.rank, world_size=hello.world_size)
         self._registry = registry
         self._link = Link(path, hello, on_attention)
+        self._guard = guard_rank(self._has_notice)
         self._page: ControlPage | None = None
         self._num_grants = 0
         self._handled_save = -1
@@ -131,6 +136,11 @@ class Session:
         assert welcome is not None
         return welcome
 
+    def _has_notice(self) -> bool:
+        """Asked from another thread."""
+        page = self._link.inbox.page
+        return page is not None and not self._is_closed and page.deadline_ns != 0
+
     def _set_state(self, state: int) -> None:
         self.page.set_rank_state(state, os.getpid())
 
@@ -164,9 +174,7 @@ class Session:
             )
         except TrainerSdkError as error:
             is_bad = isinstance(error, RestoreError) and error.is_checkpoint_bad
-            self._link.post(
-                RestoreFailed(reason=str(error)[:_MAX_REASON], is_checkpoint_bad=is_bad)
-            )
+            self._link.post(RestoreFailed(reason=str(error)[:MAX_REASON], is_checkpoint_bad=is_bad))
             if isinstance(error, RestoreError):
                 raise
             raise RestoreError(error.message, hint=error.hint) from error
@@ -301,7 +309,7 @@ class Session:
             self.stager.stage(image, is_overlapped=is_overlapped, on_staged=report)
         except Exception as error:  # noqa: BLE001 - a user's state_dict() may raise anything
             log.warning("step %d was not saved: %s", moment.step, error)
-            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             self._link.post(Unsealed(slot=slot, step=moment.step, reason=reason))
             return False
         return True
@@ -463,8 +471,20 @@ class Session:
                 page.words[BEAT_NS] = time.monotonic_ns()
         return self._link.wait(is_ready, 0)
 
+    def refuse(self, reason: str) -> bool:
+        """Say that the script cannot go on, and stay until that is heard; False if closed."""
+        if self._is_closed:
+            return False
+        if self._link.wait(lambda inbox: inbox.welcome is not None, PATIENCE_S):
+            self._link.post(RestoreFailed(reason=reason, is_checkpoint_bad=False))
+            self._link.wait(lambda inbox: not inbox.is_connected, HEARD_WITHIN_S)
+        return True
+
     def close(self) -> None:
         """Leave; what was sealed stays the supervisor's."""
+        self._is_closed = True
+        if self._guard is not None:
+            self._guard.close()
         self.stager.wait()
         self._link.close()
         self.stager.release()

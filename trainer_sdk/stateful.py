@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer_sdk.capture import SavedReader, Sink
 from trainer_sdk.errors import UnsupportedState
@@ -22,6 +23,7 @@ class StatefulObject:
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
         self.value = value
+        self.class_name = type(value).__qualname__
 
     def read(self) -> Any:
         """The object's own state."""
@@ -36,6 +38,11 @@ class StatefulObject:
 
     def mismatches(self, state: Any, saved: SavedReader) -> list[str]:
         return []
+
+    def goes_by_groups_of(self, optimizer: Optimizer) -> bool:
+        """Whether it is a scheduler of this optimizer, so that it may keep values by the position
+        of the parameter groups."""
+        return getattr(self.value, "optimizer", None) is optimizer
 
     def apply(self, state: Any, saved: SavedReader) -> None:
         self.write(decode_tree(state, self.name, saved.tensor))
@@ -66,26 +73,31 @@ class PythonGeneratorObject(StatefulObject):
 
 
 class NumpyGeneratorObject(StatefulObject):
-    """A numpy.random.Generator or RandomState of the user's own."""
+    """A numpy.random.Generator, BitGenerator or RandomState of the user's own."""
 
     kind = "numpy-generator"
 
     def read(self) -> Any:
-        if hasattr(self.value, "bit_generator"):
-            return self.value.bit_generator.state
-        return self.value.get_state(legacy=False)
+        if hasattr(self.value, "get_state"):
+            return self.value.get_state(legacy=False)
+        return self._bits.state
 
     def write(self, state: Any) -> None:
-        if hasattr(self.value, "bit_generator"):
-            self.value.bit_generator.state = state
-        else:
+        if hasattr(self.value, "set_state"):
             self.value.set_state(state)
+        else:
+            self._bits.state = state
+
+    @property
+    def _bits(self) -> Any:
+        return getattr(self.value, "bit_generator", self.value)
 
 
 class TensorObject:
     """One tensor, restored in place."""
 
     kind = "tensor"
+    class_name = ""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name = name
@@ -112,10 +124,15 @@ def stateful_object(name: str, value: Any) -> StatefulObject | TensorObject:
         return TensorObject(name, value)
     if isinstance(value, torch.Generator):
         return TorchGeneratorObject(name, value)
+    if isinstance(value, random.SystemRandom):
+        raise UnsupportedState(name, "draws from the machine's entropy, which has no state")
     if isinstance(value, random.Random):
         return PythonGeneratorObject(name, value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+    if numpy is not None and isinstance(
+        value,
+        numpy.random.Generator | numpy.random.BitGenerator | numpy.random.RandomState,
+    ):
         return NumpyGeneratorObject(name, value)
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)

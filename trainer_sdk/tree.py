@@ -11,12 +11,15 @@ import json
 import math
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
+from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 
+from trainer_sdk import named_types
 from trainer_sdk.errors import TrainerSdkError, UnsupportedState
 
 Json = Any
@@ -28,6 +31,10 @@ _MAX_DEPTH = 200
 _MAX_INLINE_ARRAY_BYTES = 4096
 _JSON_INT_LIMIT = 1 << 63
 _HINT = "give the object a state_dict() of plain values and tensors"
+_PATHS: tuple[type[PurePath], ...] = (PosixPath, PurePosixPath, PureWindowsPath)
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+}
 
 
 class TreeError(TrainerSdkError):
@@ -85,7 +92,7 @@ class _Encoder:
     def encode(self, value: Any, path: str, depth: int) -> Json:
         if depth > _MAX_DEPTH:
             raise UnsupportedState(path, "nested too deeply, or containing itself")
-        encode = _ENCODERS.get(type(value))
+        encode = _ENCODERS.get(type(value)) or _encoder_by_base(type(value))
         if encode is not None:
             return encode(self, value, path, depth + 1)
         if isinstance(value, torch.Tensor):
@@ -134,13 +141,70 @@ class _Encoder:
             return {
                 key: self.encode(item, child_path(path, key), depth) for key, item in value.items()
             }
-        if type(value) is defaultdict and value.default_factory is not None:
-            raise UnsupportedState(path, "cannot hold a defaultdict with a factory", hint=_HINT)
         pairs = [
             [_key_encoder.encode(key, path, depth), self.encode(item, child_path(path, key), depth)]
             for key, item in value.items()
         ]
         return {_TAG: type(value).__name__, "v": pairs}
+
+    def with_default(self, value: defaultdict[Any, Any], path: str, depth: int) -> Json:
+        encoded = self.mapping(value, path, depth)
+        factory = value.default_factory
+        if factory is None:
+            return encoded
+        name = getattr(factory, "__name__", repr(factory))
+        if _FACTORIES.get(name) is not factory:
+            raise UnsupportedState(
+                path, f"cannot hold a defaultdict whose factory is {name}", hint=_HINT
+            )
+        return encoded | {"f": name}
+
+    def queue(self, value: deque[Any], path: str, depth: int) -> Json:
+        items = [
+            self.encode(item, child_path(path, index), depth) for index, item in enumerate(value)
+        ]
+        return {_TAG: "deque", "v": items, "m": value.maxlen}
+
+    def span(self, value: range | slice, path: str, depth: int) -> Json:
+        ends = [value.start, value.stop, value.step]
+        return {_TAG: type(value).__name__, "v": [self.encode(end, path, depth) for end in ends]}
+
+    def file_path(self, value: PurePath, path: str, depth: int) -> Json:
+        return {_TAG: type(value).__name__, "v": self.text(str(value), path, depth)}
+
+    def member(self, value: Enum, path: str, depth: int) -> Json:
+        key = self.encode(named_types.enum_key(value), path, depth)
+        return {_TAG: "enum", "c": self.class_name(value, path), "v": key}
+
+    def named_tuple(self, value: Any, path: str, depth: int) -> Json:
+        if getattr(value, "__dict__", None):
+            name = type(value).__qualname__
+            raise UnsupportedState(path, f"cannot hold a {name} with other attributes", hint=_HINT)
+        items = [
+            self.encode(item, child_path(path, index), depth) for index, item in enumerate(value)
+        ]
+        return {_TAG: "named", "c": self.class_name(value, path), "v": items}
+
+    def record(self, value: Any, path: str, depth: int) -> Json:
+        fields = named_types.field_values(value)
+        if fields is None:
+            name = type(value).__qualname__
+            raise UnsupportedState(path, f"cannot hold a {name} with other attributes", hint=_HINT)
+        encoded = {
+            name: self.encode(item, child_path(path, name), depth) for name, item in fields.items()
+        }
+        return {_TAG: "record", "c": self.class_name(value, path), "v": encoded}
+
+    def class_name(self, value: Any, path: str) -> str:
+        kind = type(value)
+        name = named_types.class_path(kind)
+        if not name:
+            raise UnsupportedState(
+                path,
+                f"cannot hold a {kind.__qualname__}, which could not be found again",
+                hint="define the class at the top level of its module",
+            )
+        return name
 
     def size(self, value: torch.Size, path: str, depth: int) -> Json:
         return {_TAG: "size", "v": list(value)}
@@ -188,12 +252,26 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], Json]] = {
     dict: _Encoder.mapping,
     OrderedDict: _Encoder.mapping,
     Counter: _Encoder.mapping,
-    defaultdict: _Encoder.mapping,
+    defaultdict: _Encoder.with_default,
+    deque: _Encoder.queue,
+    range: _Encoder.span,
+    slice: _Encoder.span,
+    **dict.fromkeys(_PATHS, _Encoder.file_path),
     torch.Size: _Encoder.size,
     torch.dtype: _Encoder.dtype,
     torch.device: _Encoder.device,
 }
 _key_encoder = _Encoder(refuse_tensor)
+
+
+def _encoder_by_base(kind: type) -> Callable[[_Encoder, Any, str, int], Json] | None:
+    if issubclass(kind, Enum):
+        return _Encoder.member
+    if named_types.is_named_tuple(kind):
+        return _Encoder.named_tuple
+    if named_types.is_plain_dataclass(kind):
+        return _Encoder.record
+    return None
 
 
 def _float_hex(value: float) -> str:
@@ -259,6 +337,37 @@ class _Decoder:
             raise TreeError(f"{path}: this torch has no dtype {value['v']!r}")
         return dtype
 
+    def file_path(self, value: Json, path: str) -> PurePath:
+        kinds = {kind.__name__: kind for kind in _PATHS}
+        return kinds[value[_TAG]](self.decode(value["v"], path))
+
+    def kind_of(self, value: Json, path: str, is_kind: Callable[[type], bool]) -> type:
+        """The class that a value names; only one that this process already has."""
+        kind = named_types.find_class(value["c"])
+        if kind is None or not is_kind(kind):
+            raise TreeError(
+                f"{path}: this process has no {value['c'].rpartition(':')[2]} as it was saved",
+                hint=f"have {value['c'].partition(':')[0]} imported before restore()",
+            )
+        return kind
+
+    def member(self, value: Json, path: str) -> Any:
+        kind = self.kind_of(value, path, lambda kind: issubclass(kind, Enum))
+        return named_types.enum_member(kind, self.decode(value["v"], path))
+
+    def named_tuple(self, value: Json, path: str) -> Any:
+        kind = self.kind_of(value, path, named_types.is_named_tuple)
+        return named_types.make_named_tuple(kind, self.items(value["v"], path))
+
+    def record(self, value: Json, path: str) -> Any:
+        kind = self.kind_of(value, path, named_types.is_plain_dataclass)
+        fields = {key: self.decode(item, child_path(path, key)) for key, item in value["v"].items()}
+        return named_types.make_dataclass(kind, fields)
+
+    def with_default(self, value: Json, path: str) -> Any:
+        factory = _FACTORIES[value["f"]] if "f" in value else None
+        return defaultdict(factory, self.pairs(value, path))
+
 
 def _counter(pairs: list[tuple[Any, Any]]) -> Counter[Any]:
     return Counter(dict(pairs))
@@ -277,7 +386,14 @@ _DECODERS: dict[str, Callable[[_Decoder, Json, str], Any]] = {
     "dict": lambda self, value, path: dict(self.pairs(value, path)),
     "OrderedDict": lambda self, value, path: OrderedDict(self.pairs(value, path)),
     "Counter": lambda self, value, path: _counter(self.pairs(value, path)),
-    "defaultdict": lambda self, value, path: defaultdict(None, self.pairs(value, path)),
+    "defaultdict": _Decoder.with_default,
+    "deque": lambda self, value, path: deque(self.items(value["v"], path), value["m"]),
+    "range": lambda self, value, path: range(*self.items(value["v"], path)),
+    "slice": lambda self, value, path: slice(*self.items(value["v"], path)),
+    **dict.fromkeys((kind.__name__ for kind in _PATHS), _Decoder.file_path),
+    "enum": _Decoder.member,
+    "named": _Decoder.named_tuple,
+    "record": _Decoder.record,
     "size": lambda _, value, __: torch.Size(value["v"]),
     "dtype": _Decoder.dtype,
     "device": lambda _, value, __: torch.device(value["v"]),

@@ -306,11 +306,10 @@ def on_rank_restore_failed(turn: Turn, event: RankRestoreFailed) -> None:
         reason=event.reason,
         is_checkpoint_bad=event.is_checkpoint_bad,
     )
-    if turn.state.phase is not Phase.RESTORING:
-        return
     if event.is_checkpoint_bad:
-        _set_aside(turn, event.reason)
-    else:
+        if turn.state.phase is Phase.RESTORING:
+            _set_aside(turn, event.reason)
+    elif turn.state.phase in (Phase.RESTORING, Phase.TRAINING, Phase.SAVING):
         ending.stop(turn, after="fail", code=1, patience_s=5.0)
 
 

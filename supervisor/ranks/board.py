@@ -85,6 +85,10 @@ class RankBoard:
             self._reject(link, hello)
             return []
         seat = self.seats.get(hello.rank)
+        if seat is not None and _is_held_by_another(seat, hello):
+            close_all(fds)
+            self._refuse_second(link, seat, hello)
+            return []
         if seat is not None and seat.incarnation == hello.incarnation:
             close_all(fds)  # only the connection broke; the page and the slots are ours already
         else:
@@ -120,6 +124,14 @@ class RankBoard:
         else:
             error_id, reason = "launch_unknown", "this process belongs to an earlier launch"
         link.send(messages.Rejected(error_id=error_id, reason=reason))
+
+    def _refuse_second(self, link: Link, seat: Seat, hello: messages.Hello) -> None:
+        assert seat.hello is not None
+        reason = (
+            f"process {seat.hello.pid} is rank {hello.rank} of this job, so process {hello.pid} "
+            "cannot be: call attach() in the process that trains, and only there"
+        )
+        link.send(messages.Rejected(error_id="duplicate_rank", reason=reason))
 
     def _seat_new_life(self, hello: messages.Hello, fds: list[int], *, old: Seat | None) -> Seat:
         if fds:
@@ -286,6 +298,12 @@ class RankBoard:
             for rank, seat in self.seats.items()
             if slot in seat.seals and seat.seals[slot].step == step
         }
+
+
+def _is_held_by_another(seat: Seat, hello: messages.Hello) -> bool:
+    """Whether another process is this rank and still there: a rank that died has lost its link."""
+    is_other = seat.hello is not None and seat.hello.pid != hello.pid
+    return is_other and seat.link is not None and not seat.link.is_closed
 
 
 def _page_from(fds: list[int]) -> ControlPage:

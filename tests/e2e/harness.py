@@ -50,10 +50,12 @@ def read_log(folder: Path) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def run_twin(folder: Path, *, world: int, **env: str) -> dict[int, list[dict[str, Any]]]:
+def run_twin(
+    folder: Path, *, world: int, command: list[str] | None = None, **env: str
+) -> dict[int, list[dict[str, Any]]]:
     """The same job, never stopped and never supervised."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["torchrun", "--standalone", f"--nproc-per-node={world}", str(TOY)]
+    command = command or ["torchrun", "--standalone", f"--nproc-per-node={world}", str(TOY)]
     subprocess.run(
         command, env=base_env(folder, **env), check=True, timeout=PATIENCE_S, capture_output=True
     )
@@ -113,6 +115,11 @@ class Cluster:
     store_url: str = ""
     extra: str = ""
     env: dict[str, str] = field(default_factory=dict)
+    # What runs under the supervisor unless a start says otherwise; None: the toy under torchrun.
+    command: list[str] | None = None
+    # What the supervisor is started through, such as a shell that enters a cgroup first.
+    wrapper: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         (self.folder / "log").mkdir(parents=True)
@@ -152,16 +159,20 @@ format = "json"
 {self.extra}
 """
         )
-        return Node(folder)
+        self.nodes.append(Node(folder))
+        return self.nodes[-1]
 
     def start(self, node: Node, *flags: str, command: list[str] | None = None, **env: str) -> None:
         """`lastgasp run` on this node."""
         node.num_starts += 1
-        command = command or ["torchrun", f"--nproc-per-node={self.world}", str(TOY)]
+        command = (
+            command or self.command or ["torchrun", f"--nproc-per-node={self.world}", str(TOY)]
+        )
         full = {**base_env(self.log, **self.env), **env}
+        supervisor = ["lastgasp", "run", "-c", str(node.folder / "job.toml"), *flags]
         with open(node.folder / f"stderr-{node.num_starts}.log", "wb") as stderr:
             node.process = subprocess.Popen(
-                ["lastgasp", "run", "-c", str(node.folder / "job.toml"), *flags, "--", *command],
+                [*self.wrapper, *supervisor, "--", *command],
                 env=full,
                 stderr=stderr,
                 stdout=stderr,
@@ -176,9 +187,9 @@ format = "json"
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{node.stderr[-6000:]}") from None
 
-    def run(self, node: Node, *flags: str, **env: str) -> int:
+    def run(self, node: Node, *flags: str, command: list[str] | None = None, **env: str) -> int:
         """Start and wait."""
-        self.start(node, *flags, **env)
+        self.start(node, *flags, command=command, **env)
         return self.finish(node)
 
     def cli(self, node: Node, *arguments: str, check: bool = True) -> Any:
@@ -287,6 +298,9 @@ format = "json"
                     process.kill()
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
+        for node in self.nodes:
+            if node.process is not None:
+                node.process.wait()
 
 
 SIZED = ROOT / "tests" / "jobs" / "sized.py"

@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,26 @@ def generators_digest() -> str:
     return digest(torch.get_rng_state(), random.getstate(), words.tobytes(), rest)
 
 
+def in_groups(loader: Any, size: int) -> Iterator[list[Any]]:
+    """The batches that make one optimizer step together; the last group may be short."""
+    group = []
+    for batch in loader:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def draw_some(rank: int) -> None:
+    """A different amount of random numbers on each rank."""
+    for _ in range(rank):
+        torch.rand(1)
+        np.random.rand()
+        random.random()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -105,8 +126,14 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine)
     dataset = Augmented()
     workers = int(os.environ.get("TOY_WORKERS", "2"))
+    accumulate = int(os.environ.get("TOY_ACCUMULATE", "1"))
     loader = DataLoader(
-        dataset, batch_size=4, sampler=ResumableSampler(dataset, seed=7), num_workers=workers
+        dataset,
+        batch_size=4,
+        sampler=ResumableSampler(dataset, seed=7),
+        num_workers=workers,
+        persistent_workers="TOY_PERSISTENT" in os.environ,
+        multiprocessing_context=os.environ.get("TOY_CONTEXT"),
     )
     with (
         trainer_sdk.attach(
@@ -117,18 +144,30 @@ def main() -> None:
         receipt = run.restore()
         print(f"rank {rank}: {receipt}", file=sys.stderr, flush=True)
         for epoch in run.epochs(epochs):
-            for ids, features, targets in loader:
+            for group in in_groups(loader, accumulate):
                 optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(features), targets)
-                loss.backward()
+                ids, loss = [], 0.0
+                for number, (some, features, targets) in enumerate(group):
+                    part = nn.functional.mse_loss(model(features), targets) / accumulate
+                    part.backward()
+                    ids += some.tolist()
+                    loss += part.item()
+                    if notice := os.environ.get("TOY_NOTICE_INSIDE"):
+                        maybe_give_notice(notice, run.global_step + 1, pause_s=0.5 * (number == 1))
+                    if fault := os.environ.get("TOY_KILL_INSIDE"):
+                        at_step, flag = fault.split(":")
+                        if number == 1:
+                            maybe_fail(f"kill:0:{at_step}:{flag}", rank, run.global_step + 1)
+                if "TOY_DRAWS" in os.environ:
+                    draw_some(rank)
                 optimizer.step()
                 scheduler.step()
                 time.sleep(pause_s)
                 line = {
                     "step": run.global_step + 1,
                     "epoch": epoch,
-                    "ids": ids.tolist(),
-                    "loss": loss.item().hex(),
+                    "ids": ids,
+                    "loss": loss.hex(),
                     "lr": scheduler.get_last_lr()[0].hex(),
                     "weights": digest(*bare.state_dict().values()),
                     "optimizer": optimizer_digest(bare, optimizer),
@@ -159,12 +198,12 @@ def maybe_fail(fault: str, rank: int, step: int) -> None:
     sys.exit(3)
 
 
-def maybe_give_notice(notice: str, step: int) -> None:
+def maybe_give_notice(notice: str, step: int, *, pause_s: float = 1.5) -> None:
     """`STEP[,STEP…]:FILE`: have the watched file appear, so that this very boundary is the last."""
     steps, path = notice.split(":")
-    if str(step) in steps.split(","):
+    if str(step) in steps.split(",") and pause_s:
         Path(path).touch()
-        time.sleep(1.5)
+        time.sleep(pause_s)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import Counter, OrderedDict, defaultdict
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum, Flag
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -128,12 +131,98 @@ class Custom:
     pass
 
 
+class Mood(Enum):
+    GOOD = (1, "a")
+
+
+class Access(Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+class Longer(Pair):
+    def sum(self) -> Any:
+        return self.one + self.two
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    value: Any
+
+
+@dataclass
+class Loaded:
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.extra = 1
+
+
+@dataclass
+class ListWithFields(list):  # type: ignore[type-arg]
+    value: int = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        deque([1, deque([torch.ones(1)], maxlen=2)]),
+        Longer(1, 2),
+        Pair(1, Pair(two=[torch.zeros(1)], one=None)),
+        [Mood.GOOD, Access.READ | Access.WRITE, {Mood.GOOD: Access(0)}, {Mood.GOOD}],
+        Slotted([Slotted(None)]),
+        range(1, 9, 2),
+        slice(None, 3),
+        Path("a/b"),
+        defaultdict(list, {1: [2]}),
+    ],
+    ids=repr,
+)
+def test_values_of_the_scripts_own_types_come_back(value: Any) -> None:
+    back = round_trip(value)
+
+    assert repr(back) == repr(value)
+    assert type(back) is type(value)
+
+
+def test_a_default_dictionary_keeps_its_factory_and_a_deque_its_length() -> None:
+    assert round_trip(defaultdict(list))[3] == []
+    assert round_trip(deque([1, 2], maxlen=2)).maxlen == 2
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        ({"$": "enum", "c": "os:environ", "v": "HOME"}, "has no environ"),
+        ({"$": "named", "c": "nowhere:Pair", "v": [1, 2]}, "has no Pair"),
+        ({"$": "record", "c": "subprocess:Popen", "v": {"args": ["true"]}}, "has no Popen"),
+        ({"$": "enum", "c": f"{__name__}:Pair", "v": "GOOD"}, "has no Pair"),
+        ({"$": "enum", "c": f"{__name__}:Mood", "v": "BAD"}, "no member 'BAD'"),
+        ({"$": "named", "c": f"{__name__}:Pair", "v": [1]}, "has 2 fields, saved 1"),
+        ({"$": "record", "c": f"{__name__}:Slotted", "v": {"other": 1}}, "saved .'other'."),
+        ({"$": "record", "c": f"{__name__}:ListWithFields", "v": {"value": 1}}, "has no List"),
+        ({"$": "defaultdict", "v": [], "f": "eval"}, "not a saved tree"),
+    ],
+)
+def test_a_class_that_is_not_here_as_it_was_is_refused(tree: Any, reason: str) -> None:
+    """A checkpoint names classes; it never has anything imported or called."""
+    with pytest.raises(TreeError, match=reason):
+        decode_tree(tree, "root", lambda name: torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
         ({"a": [Custom()]}, "root/a/0: cannot hold a Custom"),
         ({"f": len}, "root/f: cannot hold a builtin_function"),
-        (defaultdict(list), "root: cannot hold a defaultdict with a factory"),
+        (defaultdict(lambda: 1), "root: cannot hold a defaultdict whose factory is <lambda>"),
+        ({"a": Enum("Hidden", "A").A}, "root/a: cannot hold a Hidden, which could not be found"),
+        (Loaded(1), "root: cannot hold a Loaded with other attributes"),
         (numpy.array([None]), "root: cannot hold a numpy array of object"),
     ],
 )

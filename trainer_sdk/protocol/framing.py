@@ -86,6 +86,27 @@ def close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+def connect(path: str, *, timeout_s: float) -> socket.socket:
+    """A connection to the socket at `path`, however long that is.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    directory = None
+    try:
+        path, directory = short_socket_path(path)
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        if directory is not None:
+            os.close(directory)
+
+
 def short_socket_path(path: str) -> tuple[str, int | None]:
     """A path that fits into sockaddr_un, and a directory descriptor to close after use.
 
