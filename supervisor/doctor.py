@@ -20,6 +20,7 @@ from supervisor.errors import SupervisorError
 from supervisor.memory import available_bytes
 from supervisor.notices.base import SourceFailed
 from supervisor.notices.ec2 import Ec2Source, is_ec2
+from supervisor.private_dirs import make_private
 from supervisor.ranks.slots import SlotBuffer
 from supervisor.units import show_size
 
@@ -100,7 +101,7 @@ def _spool(config: Config, environ: Mapping[str, str]) -> Finding:
     path = os.path.join(root, f"doctor-{uuid.uuid4().hex}")
     clock = SystemClock()
     try:
-        os.makedirs(root, mode=0o700, exist_ok=True)
+        make_private(root)
         free = shutil.disk_usage(root).free
         began_at = clock.monotonic()
         writer = ImageWriter(path, size_bytes=TRIAL_BYTES)

@@ -127,6 +127,12 @@ class ObjectMissing(PermanentStoreError):
         self.key = key
 
 
+class ForeignObject(PermanentStoreError):
+    """What stands under a key is nothing that was stored there, such as a link or a directory."""
+
+    error_id = "store_foreign_object"
+
+
 class ChecksumMismatch(TransientStoreError):
     """Bytes that arrived differ from the bytes that were sent; sending again may help."""
 
@@ -224,6 +230,12 @@ class ManifestInvalid(LogError):
     """A part or commit that does not describe a whole checkpoint, or names what it may not."""
 
     error_id = "manifest_invalid"
+
+
+class PartMissing(ManifestInvalid):
+    """A part that a commit names is not there, or not visible yet."""
+
+    error_id = "manifest_part_missing"
 
 
 class ShardError(SupervisorError):

@@ -214,6 +214,7 @@ class Performer:
                         error_id=error_id_of(error),
                         reason=_with_hint(error),
                         exit_code=int(getattr(error, "exit_code", ExitCode.INTERNAL)),
+                        is_checkpoint_bad=isinstance(error, ManifestInvalid),
                     )
                 )
                 return

@@ -19,6 +19,7 @@ from supervisor.checkpoint.chunks import chunk_ranges
 from supervisor.checkpoint.spool import Spool, SpooledCheckpoint
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.errors import (
+    ForeignObject,
     ObjectMissing,
     PermanentStoreError,
     ShardCorrupt,
@@ -310,6 +311,12 @@ class Fetch:
             raise ShardMissing(
                 f"step {self._manifest.step}: rank {shard.rank}'s shard is gone ({shard.key})",
                 hint="look for lifecycle rules or people that delete below the job's prefix",
+            ) from error
+        except ForeignObject as error:
+            raise ShardCorrupt(
+                f"step {self._manifest.step}: rank {shard.rank}'s shard was replaced: "
+                f"{error.message}",
+                hint="the checkpoint is set aside and the next older one is used",
             ) from error
         except PermanentStoreError as error:
             self._check_size(shard, error)

@@ -11,6 +11,7 @@ import msgspec
 from supervisor import failpoints
 from supervisor.checkpoint.files import MAX_JSON_BYTES, NOT_JSON, write_synced
 from supervisor.checkpoint.spool_errors import spool_error
+from supervisor.private_dirs import make_private
 
 UPLOADS = "uploads"
 NOTES_FORMAT = 1
@@ -37,7 +38,7 @@ class UploadNotes:
         """
         self._folder = os.path.join(folder, UPLOADS)
         try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
+            make_private(self._folder)
         except OSError as error:
             raise spool_error(error, self._folder) from error
 

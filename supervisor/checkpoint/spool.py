@@ -24,6 +24,7 @@ import msgspec
 from supervisor import failpoints
 from supervisor.checkpoint.files import MAX_JSON_BYTES, NOT_JSON, sync_directory, write_synced
 from supervisor.checkpoint.spool_errors import SpoolNotMounted, spool_error
+from supervisor.private_dirs import make_private
 from trainer_sdk.protocol.manifest import ShardEntry
 
 READY = "READY.json"
@@ -100,7 +101,7 @@ class Spool:
         self._on_rejected = on_rejected
         self.is_suspect = False
         try:
-            os.makedirs(self._checkpoints, mode=0o700, exist_ok=True)
+            make_private(self._checkpoints)
             if os.statvfs(self._checkpoints).f_flag & os.ST_RDONLY:
                 raise SpoolNotMounted(
                     f"the spool is read-only: {self.path}", hint="mount it for writing"

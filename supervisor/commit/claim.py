@@ -23,6 +23,7 @@ from supervisor.errors import (
     LogCorrupt,
     ManifestInvalid,
     ObjectMissing,
+    PartMissing,
     TransientStoreError,
 )
 from trainer_sdk.protocol.manifest import Manifest
@@ -150,16 +151,20 @@ def _advance_for_others(log: CommitLog, gen: int, deadline: Deadline, retention:
 def _read_resume(log: CommitLog, gen: int, seq: int, deadline: Deadline) -> Manifest:
     patience = Deadline.after(log.clock, deadline.sooner(MISSING_GRACE_S))
     waits = log.waits(patience)
+    problem: PartMissing | ManifestInvalid | ObjectMissing
     while True:
         try:
             return manifest_of(log, log.read(seq, deadline), deadline)
         except TransientStoreError:  # says nothing about the commit
             if patience.is_over:
                 raise
-        except (ManifestInvalid, ObjectMissing) as error:
+        except (PartMissing, ObjectMissing) as error:
+            problem = error
             if patience.is_over:
-                problem = error
                 break
+        except ManifestInvalid as error:  # it is there, and will never say anything else
+            problem = error
+            break
         waits()
     if not deadline.is_over:
         mark_resume_bad(log, gen=gen, seq=seq, why=problem.message, deadline=deadline)

@@ -16,6 +16,7 @@ from supervisor.errors import (
     LogTooNew,
     ManifestInvalid,
     ObjectMissing,
+    PartMissing,
     PermanentStoreError,
     TransientStoreError,
 )
@@ -111,13 +112,13 @@ def read_part(log: CommitLog, ref: PartRef, deadline: Deadline) -> PartTable:
     """The part that a commit names.
 
     Raises:
-        ManifestInvalid: missing, or not the bytes the commit names.
+        PartMissing, ManifestInvalid: not there, or not the bytes the commit names.
         LogTooNew, StoreError, DeadlineExceeded
     """
     try:
         data, table = load_part(log, ref.key, deadline)
     except ObjectMissing as error:
-        raise ManifestInvalid(
+        raise PartMissing(
             f"part {ref.key!r} is missing", hint="something other than lastgasp deleted it"
         ) from error
     except ProtocolError as error:

@@ -121,12 +121,17 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimFailed:
-    """The log or the store refused, or could not be reached in time."""
+    """The log or the store refused, or could not be reached in time.
+
+    `is_checkpoint_bad`: what the generation should resume from cannot be read; it is marked bad
+    now, and the next claim names an older one.
+    """
 
     incarnation: str
     error_id: str
     reason: str
     exit_code: int
+    is_checkpoint_bad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

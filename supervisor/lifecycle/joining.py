@@ -229,11 +229,14 @@ def _welcome(turn: Turn, rank: int) -> None:
 
 
 def on_claim_failed(turn: Turn, event: ClaimFailed) -> None:
-    """No generation, no training: end the job and say why."""
+    """No generation, no training: end the job and say why. A bad checkpoint costs a launch."""
     if turn.state.phase is not Phase.STARTING or event.incarnation != turn.state.incarnation:
         return
     turn.report("error", "claim.failed", error_id=event.error_id, reason=event.reason)
     turn.set(is_claiming=False)
+    if event.is_checkpoint_bad:
+        ending.stop(turn, after="relaunch", patience_s=0.0)
+        return
     phase_after = "fenced" if event.error_id == "fenced" else "fail"
     ending.stop(turn, after=phase_after, code=event.exit_code, patience_s=0.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 from supervisor.clock import Clock
 from supervisor.errors import AlreadyRunningError, ExitCode, SupervisorError
+from supervisor.private_dirs import make_private
 from supervisor.ranks.link import Incoming, Link, LinkClosed
 from trainer_sdk.protocol.framing import short_socket_path
 
@@ -80,9 +80,7 @@ class RuntimeDir:
 
 def _make_private(path: str) -> None:
     try:
-        _make_parents(os.path.dirname(path))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+        make_private(path)
         found = os.stat(path, follow_symlinks=False)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
             os.chmod(path, 0o700)  # a umask of 0 must not open it
@@ -96,13 +94,6 @@ def _make_private(path: str) -> None:
         f"the runtime directory {path} is not a directory of uid {os.getuid()}",
         hint="remove it, or set [job] runtime_dir",
     )
-
-
-def _make_parents(path: str) -> None:
-    """Missing parents are ours alone too: who may write to one could swap what is below it."""
-    if not os.path.isdir(path):
-        _make_parents(os.path.dirname(path))
-        os.mkdir(path, 0o700)
 
 
 class RankServer:

@@ -23,6 +23,7 @@ from typing import Final
 from supervisor import failpoints
 from supervisor.errors import (
     BucketMissing,
+    ForeignObject,
     PermanentStoreError,
     StoreError,
     StoreLacksConditionalPut,
@@ -297,7 +298,7 @@ class DirectoryStore:
                 fd = os.open(name, _OPEN_FILE, dir_fd=directory)
             with closing_fd(fd):
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise PermanentStoreError(f"{key!r} is not a regular file")
+                    raise ForeignObject(f"{key!r} is not a regular file")
                 yield fd
 
     def _make_place(self, place: tuple[str, ...]) -> int:

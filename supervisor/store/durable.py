@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from supervisor.errors import (
+    ForeignObject,
     ObjectMissing,
-    PermanentStoreError,
     StoreAccessDenied,
     StoreError,
     StoreFull,
@@ -52,7 +52,7 @@ def store_error(error: OSError, key: str, action: str) -> StoreError:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return StoreFull(what, hint="free space or raise the quota of the store's file system")
         case errno.ELOOP | errno.ENOTDIR | errno.EISDIR | errno.ENAMETOOLONG:
-            return PermanentStoreError(
+            return ForeignObject(
                 what, hint="something that is not the store's own lies in its directory"
             )
         case _:
