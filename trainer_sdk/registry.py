@@ -199,6 +199,7 @@ class Registry:
 
     def _try_out(self, added: list[StateObject]) -> None:
         """Find out now, not inside the lead time, what cannot be saved."""
+        capture_rng()
         sink = Sink()
         for target in added:
             target.capture(sink)
