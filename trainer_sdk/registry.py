@@ -231,6 +231,8 @@ def _flatten(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in objects.items():
         if isinstance(value, list | tuple):
             yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+        elif type(value) is dict:
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
         elif value is not None:
             yield name, value
 

@@ -830,3 +830,13 @@ def test_generators_without_a_state_are_refused_and_bit_generators_are_held() ->
     restore(registry_of(b=again), [saved])
 
     assert again.random_raw() == expected
+
+
+def test_lists_and_dictionaries_of_objects_get_a_name_each() -> None:
+    parts = {"g": nn.Linear(1, 1), "d": nn.Linear(1, 2)}
+
+    assert list(registry_of(nets=parts, pair=[nn.Linear(1, 1)]).objects) == [
+        "nets.g",
+        "nets.d",
+        "pair.0",
+    ]
