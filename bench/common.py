@@ -6,13 +6,15 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BIN = ROOT / ".venv" / "bin"
+BIN = Path(sys.executable).parent
 JOBS = ROOT / "bench" / "jobs"
 
 
@@ -21,15 +23,41 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Run every way in turn, so that what else the machine does hits all of them alike.
 
-    A way that returns a number measured itself; otherwise the call is timed, in seconds.
+    A way that returns a number measured itself; otherwise the call is timed, in seconds. What an
+    earlier way left in the page cache is written before the next begins.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(trials):
         for name, way in ways.items():
+            os.sync()
             began_at = time.perf_counter()
             own = way()
             taken[name].append(time.perf_counter() - began_at if own is None else own)
     return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure is to be; either bound may be missing."""
+
+    most: float | None = None
+    least: float | None = None
+
+    def __str__(self) -> str:
+        return f"at most {self.most:.3g}" if self.most is not None else f"at least {self.least:.3g}"
+
+    def is_met(self, value: float) -> bool:
+        return (self.most is None or value <= self.most) and (
+            self.least is None or value >= self.least
+        )
+
+
+def figure(name: str, value: float, unit: str, goal: Goal | None = None) -> None:
+    """One line of the summary that `python -m bench.all` prints in the end."""
+    line = {"name": name, "value": value, "unit": unit}
+    if goal is not None:
+        line |= {"goal": str(goal), "is_met": goal.is_met(value)}
+    print("FIGURE " + json.dumps(line), flush=True)
 
 
 def report(title: str, taken: dict[str, list[float]], *, unit: str, reference: str) -> None:

@@ -43,7 +43,8 @@ def attach(**objects: Any) -> Run:
 
     Args:
         objects: modules, optimizers, schedulers, loaders, generators, or anything with
-            `state_dict` and `load_state_dict`; None is skipped, a list becomes `name.0`, `name.1`.
+            `state_dict` and `load_state_dict`; None is skipped, a list becomes `name.0`, `name.1`,
+            a dictionary `name.key`.
 
     Returns:
         The run; use it as a context manager, or call `finish()` at the end.

@@ -199,6 +199,7 @@ class Registry:
 
     def _try_out(self, added: list[StateObject]) -> None:
         """Find out now, not inside the lead time, what cannot be saved."""
+        capture_rng()
         sink = Sink()
         for target in added:
             target.capture(sink)
@@ -230,6 +231,8 @@ def _flatten(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in objects.items():
         if isinstance(value, list | tuple):
             yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+        elif type(value) is dict:
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
         elif value is not None:
             yield name, value
 

@@ -20,7 +20,7 @@ from types import FrameType
 
 # How long after SIGTERM the supervisor's notice may show. A rank that torchrun stops because
 # another one failed lives so much longer.
-_WORD_WITHIN_S = 2.0
+_WORD_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.01
 # A loader worker serves its rank for so long after a SIGTERM; then the kernel ends it.
 _WORKER_GRACE_S = 600

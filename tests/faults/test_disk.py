@@ -53,7 +53,8 @@ def failures(node) -> list[str]:
 
 def test_f16_a_full_disk_gives_its_ballast_and_its_older_sets_for_the_new_one(sized):
     node = sized.node("a")
-    with spool_on_tmpfs(node, size="34m"):
+    # Two sets and no ballast fit: the second set needs the ballast, the third the first set.
+    with spool_on_tmpfs(node, size="30m"):
         sized.start(node, command=SIZED, LASTGASP_SPOOL__BALLAST="8MiB")
         sized.wait_for_event(node, "checkpoint.spooled", step=5)
         had_ballast = (node.folder / "spool" / "toy" / "ballast").stat().st_blocks * 512
@@ -241,6 +242,9 @@ def test_f20_an_image_that_changes_before_it_is_sent_is_never_committed(
 
     assert failed["error_id"] == "shard_corrupt_local"
     assert "changed in memory" in failed["reason"]
+    dropped = node.event("checkpoint.abandoned")  # and not kept to be tried again
+    assert dropped["step"] == 5
+    assert "changed in memory" in dropped["reason"]
     assert 5 not in committed_steps(cluster, node)
     assert 5 not in [step for _, step in ready_sets(node)]
     assert committed_steps(cluster, node)

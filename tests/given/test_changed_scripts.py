@@ -76,12 +76,31 @@ def stopped(make_cluster, origin):
     return cluster, cluster.node("b")
 
 
-@pytest.mark.parametrize("refusals", [MISFITS, MISTAKES], ids=["misfits", "mistakes"])
-def test_c10_a_script_that_does_not_fit_is_refused_by_name_and_nothing_is_lost(
-    stopped, twin, refusals
-):
-    """Each is refused in one start; the script put right goes on exactly where it was."""
+def test_c10_a_script_that_does_not_fit_is_refused_by_name_and_nothing_is_lost(stopped, twin):
+    """Each change is refused in one start; the script put right goes on exactly where it was."""
     cluster, node = stopped
+
+    assert_each_is_refused(cluster, node, MISFITS)
+    finished = cluster.run(node)
+
+    assert finished == ExitCode.DONE
+    assert node.event("restore.completed")["step"] == STOP
+    assert_exact(read_log(cluster.log), twin)
+
+
+def test_c09_what_cannot_be_held_and_other_mistakes_are_refused_at_once_by_name(stopped, twin):
+    cluster, node = stopped
+
+    assert_each_is_refused(cluster, node, MISTAKES)
+    finished = cluster.run(node)
+
+    assert finished == ExitCode.DONE
+    # `restore twice` took a step before its mistake.
+    assert node.event("restore.completed")["step"] >= STOP
+    assert_exact(read_log(cluster.log), twin)
+
+
+def assert_each_is_refused(cluster, node, refusals: dict[str, list[str]]) -> None:
     for change, texts in refusals.items():
         code = cluster.run(node, CHANGE=change)
 
@@ -94,12 +113,6 @@ def test_c10_a_script_that_does_not_fit_is_refused_by_name_and_nothing_is_lost(
             assert text in words[words.index("Traceback") :], change
         frames = re.findall(r'File "[^"]*trainer_sdk/(\w+)\.py"', words)
         assert set(frames) <= {"run", "__init__"}, change
-
-    finished = cluster.run(node)
-
-    assert finished == ExitCode.DONE
-    assert node.event("restore.completed")["step"] >= STOP
-    assert_exact(read_log(cluster.log), twin)
 
 
 def test_another_batch_size_sees_the_rest_of_the_epoch_once_and_workers_may_come(stopped):

@@ -122,7 +122,6 @@ def test_c59_notices_in_awkward_moments_always_end_at_a_step_boundary(moments, m
         moments.start(node, MOMENTS_S="0.3", LASTGASP_CHECKPOINT__EVERY_STEPS="1000")
         wait_for_phase(moments, phase, more_than=num_before + 1)
         time.sleep(random.Random(phase).random() * 0.2)
-        assert phases(moments)[-1] == phase
 
         signal_all(moments, node, signal.SIGTERM)
         code = moments.finish(node)

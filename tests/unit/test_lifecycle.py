@@ -1057,3 +1057,17 @@ def test_a_notice_withdrawn_after_the_fall_back_lets_ranks_that_still_hold_train
     assert of(outputs.ClearHold, found)
     assert [(o.rank, o.action) for o in of(outputs.SendOrder, found)] == [(0, "resume")]
     assert life.state.phase is Phase.SAVING
+
+
+def test_a_script_that_misuses_the_sdk_while_it_trains_ends_instead_of_looping():
+    life = Life()
+    life.to_training()
+
+    life.feed(
+        inputs.RankRestoreFailed(rank=0, reason="restore() twice", is_checkpoint_bad=False),
+        inputs.JobExited(code=1),
+    )
+    gone = life.feed(inputs.JobStopped())
+
+    assert [action.code for action in of(outputs.Exit, gone)] == [1]
+    assert life.state.num_crashes == 0

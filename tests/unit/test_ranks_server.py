@@ -504,6 +504,10 @@ class Board:
         assert isinstance(post, Incoming)
         return self.board.receive(post)
 
+    def skip(self) -> None:
+        """Pass over what came meanwhile."""
+        self._done = len(self._server.posts)
+
 
 @pytest.fixture
 def board(server: Server) -> Board:
@@ -649,3 +653,41 @@ def test_a_newer_connection_of_a_rank_replaces_the_older(server: Server, board: 
         assert board.board.send(0, messages.Replan(reason="x"))
         body, _ = framing.receive_frame(new)
         assert isinstance(messages.decode_from_supervisor(body), messages.Replan)
+
+
+def test_a_second_process_of_a_rank_is_refused_while_the_first_is_there(
+    server: Server, board: Board
+) -> None:
+    """A child of the rank that attaches as well must not pass for the rank started anew."""
+    with server.connect() as first:
+        framing.send_frame(first, encode(a_hello()))
+        board.receive()
+        second = {"pid": os.getpid() + 1, "incarnation": "2" * 32}
+        with server.connect() as child:
+            framing.send_frame(child, encode(a_hello(**second)))
+            assert board.receive() == []
+            body, _ = framing.receive_frame(child)
+        assert board.board.send(0, messages.Replan(reason="x"))
+        framing.receive_frame(first)
+
+    refused = messages.decode_from_supervisor(body)
+    assert isinstance(refused, messages.Rejected)
+    assert refused.error_id == "duplicate_rank"
+
+
+def test_a_rank_started_anew_takes_the_place_of_the_one_that_died(
+    server: Server, board: Board
+) -> None:
+    with server.connect() as first:
+        framing.send_frame(first, encode(a_hello()))
+        board.receive()
+    wait_until(lambda: board.board.seats[0].link.is_closed)
+    wait_until(lambda: bool(server.closed()))
+    board.skip()
+    with server.connect() as anew:
+        framing.send_frame(anew, encode(a_hello(pid=os.getpid() + 1, incarnation="2" * 32)))
+
+        (event,) = board.receive()
+
+    assert isinstance(event, inputs.RankJoined)
+    assert event.incarnation == "2" * 32

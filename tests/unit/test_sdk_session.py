@@ -788,3 +788,33 @@ def test_a_loader_that_cannot_be_continued_is_told_before_it_matters(
         run.close()
 
     assert "ResumableSampler" in note.text
+
+
+def test_a_forked_child_neither_holds_the_run_nor_writes_its_page(
+    supervisor: FakeSupervisor, script: Script
+) -> None:
+    """The page is shared memory: a child that went on counting would move the rank's boundary."""
+    before = supervisor.page.step
+    pid = os.fork()
+    if pid == 0:
+        told = "nothing"
+        try:
+            script.run.step()
+            trainer_sdk.attach(model=script.model)
+        except UsageError as error:
+            told = error.message
+        os._exit(0 if "this rank's run is in process" in told else 1)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert supervisor.page.step == before
+    script.step()
+    assert supervisor.page.step == before + 1
+
+
+def test_attach_is_possible_again_after_the_end(supervisor: FakeSupervisor) -> None:
+    script = begin(supervisor)
+    script.run.close()
+
+    assert "LASTGASP_RUN_PID" not in os.environ
+    trainer_sdk.attach(model=script.model).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -752,3 +753,90 @@ def test_optimizer_state_of_no_parameter_is_refused_when_it_appears() -> None:
 
     with pytest.raises(UnsupportedState, match="'global'"):
         registry.snapshot()
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return optimizer
+
+
+def in_order(order: int) -> tuple[nn.Module, list[nn.Parameter]]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    return model, [p for layer in [*model][::order] for p in layer.parameters()]
+
+
+def test_state_that_spans_parameters_is_refused_in_another_order() -> None:
+    """LBFGS keeps vectors over all parameters, one after the other."""
+    model, parameters = in_order(1)
+    saved = stage(registry_of(m=model, o=stepped(model, torch.optim.LBFGS(parameters))))
+    other, reordered = in_order(-1)
+    again = registry_of(m=other, o=torch.optim.LBFGS(reordered))
+
+    with pytest.raises(RestoreError, match="another order than in the checkpoint, and o/state"):
+        restore(again, [saved])
+    same, parameters = in_order(1)
+    assert restore(registry_of(m=same, o=torch.optim.LBFGS(parameters)), [saved]).exactly
+
+
+def test_a_scheduler_is_refused_when_its_groups_change_places_and_an_optimizer_alone_is_not() -> (
+    None
+):
+    def build(order: int) -> tuple[nn.Module, Any, Any]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        groups = [
+            {"params": layer.parameters(), "lr": lr}
+            for layer, lr in zip(model, (1, 2), strict=True)
+        ]
+        optimizer = torch.optim.SGD(groups[::order], lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    model, optimizer, scheduler = build(1)
+    saved = stage(registry_of(m=model, o=optimizer, s=scheduler))
+    model, optimizer, scheduler = build(-1)
+
+    with pytest.raises(RestoreError, match="s: may keep values by the position"):
+        restore(registry_of(m=model, o=optimizer, s=scheduler), [saved])
+    assert restore(registry_of(m=model, o=optimizer), [saved]).exactly == ["m", "o"]
+
+
+def test_state_of_another_class_is_refused_by_both_names() -> None:
+    model = nn.Linear(2, 2)
+    saved = stage(registry_of(m=model, o=torch.optim.AdamW(model.parameters())))
+    late = registry_of(m=model)
+    late.carried = restore(late, [saved]).carried
+
+    with pytest.raises(RestoreError, match="o: a SGD here, a AdamW in the checkpoint"):
+        restore(registry_of(m=model, o=torch.optim.SGD(model.parameters())), [saved])
+    added = late.add_all({"o": torch.optim.SGD(model.parameters())})
+    with pytest.raises(RestoreError, match="o: a SGD here, a AdamW in the checkpoint"):
+        late.adopt_carried(added)
+
+
+def test_generators_without_a_state_are_refused_and_bit_generators_are_held() -> None:
+
+    with pytest.raises(UnsupportedState, match="entropy"):
+        registry_of(r=random.SystemRandom())
+    bits = numpy.random.SFC64(3)
+    saved = stage(registry_of(b=bits))
+    expected = bits.random_raw()
+    again = numpy.random.SFC64(4)
+    restore(registry_of(b=again), [saved])
+
+    assert again.random_raw() == expected
+
+
+def test_lists_and_dictionaries_of_objects_get_a_name_each() -> None:
+    parts = {"g": nn.Linear(1, 1), "d": nn.Linear(1, 2)}
+
+    assert list(registry_of(nets=parts, pair=[nn.Linear(1, 1)]).objects) == [
+        "nets.g",
+        "nets.d",
+        "pair.0",
+    ]

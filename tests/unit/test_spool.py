@@ -12,10 +12,13 @@ import msgspec
 import pytest
 
 from supervisor import failpoints
+from supervisor.checkpoint.flush import Flusher
 from supervisor.checkpoint.image_file import ImageWriter
 from supervisor.checkpoint.notes import UploadNotes, UploadTokens
+from supervisor.checkpoint.pace import PaceLimits
 from supervisor.checkpoint.spool import READY, Spool, SpoolRecord, image_name
 from supervisor.checkpoint.spool_errors import SpoolError, SpoolFull, SpoolNotMounted
+from supervisor.clock import SystemClock
 from supervisor.ranks.slots import SlotBuffer
 from tests.unit.filesystems import tmpfs
 from tests.unit.tables import a_shard
@@ -500,3 +503,31 @@ def _path_of(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return ""
+
+
+# ---------------------------------------------------------------- a new generation
+
+
+def test_a_claim_clears_what_older_generations_left_but_not_what_it_resumes_from(
+    spool: Spool, tmp_path: Path
+) -> None:
+    notes = UploadNotes(spool.path)
+    told: list[SpoolError] = []
+    flusher = Flusher(
+        spool,
+        notes,
+        clock=SystemClock(),
+        limits=PaceLimits(least_bytes_per_s=1, patience_s=60),
+        on_error=told.append,
+    )
+    for gen, step in ((1, 10), (2, 20), (3, 30), (4, 40), (9, 5)):
+        put(spool, gen=gen, step=step)
+        notes.remember(some_tokens(step, gen=gen))
+
+    flusher.settle(gen=4, group="a" * 32, spare=(1, 10))
+
+    assert at(spool) == [(4, 40), (3, 30), (1, 10)]
+    left = [(g, s) for g, s in ((1, 10), (3, 30), (4, 40)) if notes.recall(gen=g, step=s)]
+    assert left == [(4, 40)]
+    assert told == []
+    flusher.close()

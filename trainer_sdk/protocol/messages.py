@@ -107,8 +107,11 @@ class Restored(_Message, frozen=True, tag="restored"):
 
 
 class RestoreFailed(_Message, frozen=True, tag="restore_failed"):
-    """The rank cannot take this checkpoint. `is_checkpoint_bad`: the fault is in the checkpoint
-    itself, so an older one may do; otherwise the script does not fit it and nothing else will."""
+    """The rank cannot take this checkpoint, or uses the SDK in a way that cannot work.
+
+    `is_checkpoint_bad`: the fault is in the checkpoint itself, so an older one may do; otherwise it
+    is the script's, and no other checkpoint helps.
+    """
 
     reason: Text
     is_checkpoint_bad: bool
