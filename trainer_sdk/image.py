@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer_sdk import failpoints
 from trainer_sdk.capture import LiveTensor
 from trainer_sdk.dtypes import byte_view
 from trainer_sdk.errors import StagingError
@@ -183,9 +184,11 @@ def write_small(slot: Slot, plan: Plan, *, state: bytes, rng: Mapping[str, bytes
 
 def write_tensors(slot: Slot, places: Iterable[Place], tensors: Mapping[str, LiveTensor]) -> None:
     """Copy the tensors of these places into the slot."""
+    failpoints.hit("stage.copy.before")
     with torch.no_grad():
         for place in places:
             slot.write_tensor(place, tensors[place.name].tensor)
+    failpoints.hit("stage.copy.after")
 
 
 def write_in_order(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainer_sdk import failpoints
 from trainer_sdk.capture import MAX_SAMPLE, SavedReader, Sink, StateObject
 from trainer_sdk.dtypes import flat_bits, is_same_bits
 from trainer_sdk.errors import RestoreError, TrainerSdkError
@@ -74,8 +75,10 @@ def restore_objects(
     for name in objects:
         if name not in trees:
             outcome.not_restored[name] = "not in the checkpoint; starts fresh"
+    failpoints.hit("restore.copy.before")
     for name in sorted(trees.keys() & objects.keys(), key=lambda name: _order(objects[name])):
         _apply(objects[name], trees[name]["state"], saved)
+    failpoints.hit("restore.copy.after")
     for name in trees.keys() - objects.keys():
         outcome.carried[name] = carry(name, trees[name], saved)
         outcome.not_restored[name] = "saved, but not registered yet; kept until it is"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from trainer_sdk import failpoints
 from trainer_sdk.capture import Snapshot
 from trainer_sdk.cuda_copy import DeviceCopy
 from trainer_sdk.errors import PlanError, StagingError
@@ -255,6 +256,7 @@ class _Staging:
         """Seal, unless there is a fault."""
         image, now = self.image, time.perf_counter()
         if not fault:
+            failpoints.hit("stage.seal.before")
             image.page.seal(
                 image.slot,
                 Seal(
@@ -263,6 +265,7 @@ class _Staging:
                     image_bytes=self.plan.image_bytes,
                 ),
             )
+            failpoints.hit("stage.seal.after")
         blocked_until = self._paused_at if self._paused_at is not None else now
         self._on_staged(
             StagedImage(

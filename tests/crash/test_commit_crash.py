@@ -14,9 +14,9 @@ import pytest
 from supervisor.clock import Deadline, SystemClock
 from supervisor.commit.log import CommitLog
 from supervisor.commit.reader import list_commits, read_manifest
-from supervisor.failpoints import ENVIRONMENT_NAME
 from supervisor.store.directory import DirectoryStore
 from tests.crash.commit_worker import content_of
+from trainer_sdk.protocol.failpoints import ENVIRONMENT_NAME
 
 ROOT = Path(__file__).parents[2]
 PLACES = [

@@ -44,6 +44,7 @@ from supervisor.store.directory import DirectoryStore
 from supervisor.store.faults import Fault, FaultKind, FaultyStore
 from supervisor.store.retry import Retrier, RetryingStore
 from tests.unit.tables import a_part, a_shard, new_uid
+from trainer_sdk.protocol.failpoints import ENVIRONMENT_NAME
 from trainer_sdk.protocol.manifest import PartTable, ShardEntry
 
 G1, G2, G3, G4 = ("1" * 32, "2" * 32, "3" * 32, "4" * 32)
@@ -761,12 +762,12 @@ def test_failure_around_the_slot_is_settled(
     log = job.log()
     owner = job.claim(log)
     part = job.vote(log, owner, 1)
-    monkeypatch.setenv(failpoints.ENVIRONMENT_NAME, f"{name}=error@1")
+    monkeypatch.setenv(ENVIRONMENT_NAME, f"{name}=error@1")
     failpoints.reload()
     try:
         progress = job.advance(log, 1, part)
     finally:
-        monkeypatch.delenv(failpoints.ENVIRONMENT_NAME)
+        monkeypatch.delenv(ENVIRONMENT_NAME)
         failpoints.reload()
 
     assert progress.step == 1

@@ -14,7 +14,8 @@ import pytest
 
 from supervisor import failpoints
 from supervisor.errors import ConfigError
-from supervisor.failpoints import ENVIRONMENT_NAME, FailpointError, hit
+from supervisor.failpoints import FailpointError, hit
+from trainer_sdk.protocol.failpoints import ENVIRONMENT_NAME
 
 
 @pytest.fixture

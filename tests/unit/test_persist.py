@@ -24,6 +24,7 @@ from supervisor.store.faults import Fault, FaultKind, FaultyStore
 from tests.fakes import wait_until
 from tests.unit.filesystems import tmpfs
 from tests.unit.images import Workshop, an_image, in_slots, some_images, workshops
+from trainer_sdk.protocol.failpoints import ENVIRONMENT_NAME
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def failpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]
     """Sets what fails from here on."""
 
     def set_to(text: str) -> None:
-        monkeypatch.setenv(failpoints.ENVIRONMENT_NAME, text)
+        monkeypatch.setenv(ENVIRONMENT_NAME, text)
         failpoints.reload()
 
     yield set_to

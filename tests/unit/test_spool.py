@@ -22,6 +22,7 @@ from supervisor.clock import SystemClock
 from supervisor.ranks.slots import SlotBuffer
 from tests.unit.filesystems import tmpfs
 from tests.unit.tables import a_shard
+from trainer_sdk.protocol.failpoints import ENVIRONMENT_NAME
 
 CONTENT = b"x" * 5000
 
@@ -146,13 +147,13 @@ def test_nothing_is_seen_before_it_is_published(spool: Spool) -> None:
 def test_a_publish_that_ends_half_way_leaves_all_or_nothing(
     spool: Spool, tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(failpoints.ENVIRONMENT_NAME, f"{point}=error")
+    monkeypatch.setenv(ENVIRONMENT_NAME, f"{point}=error")
     failpoints.reload()
     try:
         with pytest.raises(failpoints.FailpointError):
             put(spool)
     finally:
-        monkeypatch.delenv(failpoints.ENVIRONMENT_NAME)
+        monkeypatch.delenv(ENVIRONMENT_NAME)
         failpoints.reload()
 
     again = Spool(str(tmp_path), "job")
