@@ -31,7 +31,7 @@ LOOK_S = 0.05
 # Notes are small; a disk that takes longer for one is not waited for.
 NOTE_LIMIT_S = 2.0
 # Two or more O_DIRECT writes in flight keep a disk busy while one thread is between two of them.
-NUM_WRITERS = 3
+NUM_WRITERS = 4
 KEPT_SETS = 2
 
 
