@@ -90,11 +90,18 @@ class Node:
         return (self.folder / f"stderr-{self.num_starts}.log").read_text(errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
-        """The supervisor's structured log of the newest start."""
+        """The supervisor's structured log of the newest start.
+
+        The job writes to the same file, so an event may begin in the middle of its line.
+        """
         found = []
         for line in self.stderr.splitlines():
-            if line.startswith("{"):
-                document = json.loads(line)
+            at = line.find('{"')
+            if at >= 0 and line.endswith("}"):
+                try:
+                    document = json.loads(line[at:])
+                except json.JSONDecodeError:
+                    continue  # the job's own braces
                 if "event" in document:
                     found.append(document)
         return found

@@ -69,8 +69,10 @@ def make_lives(
     env = options.get("env", {})
     twin = run_twin(folder / "twin", world=world, command=options.get("command"), **env)
     cluster = Cluster(folder=folder / "cluster", world=world, **options)
-    yield Lives(cluster, stops, twin)
-    cluster.close()
+    try:
+        yield Lives(cluster, stops, twin)
+    finally:
+        cluster.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     """TOY with 2 ranks and 3 epochs, stopped in the first epoch, in the middle of the second, on
     its last batch, and on the step after that."""
     folder = tmp_path_factory.mktemp("toy")
-    for lives in make_lives(folder, TOY_STOPS, world=2, env={"TOY_EPOCHS": "3"}):
+    for lives in make_lives(folder, TOY_STOPS, world=2, env={"TOY_EPOCHS": "3", "TOY_DRAWS": "1"}):
         yield lives.run()
 
 
