@@ -168,3 +168,18 @@ def test_state_on_disk_is_written_by_the_few_modules_that_sync_it():
                 modes = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
                 if any("w" in str(mode) or "a" in str(mode) for mode in modes):
                     assert name in allowed, name
+
+
+def test_every_failpoint_is_passed_somewhere():
+    """A declared place that nothing passes would make its crash tests prove nothing."""
+    from trainer_sdk.protocol.failpoints import NAMES
+
+    sources = "".join(
+        path.read_text() for path in [*modules("supervisor"), *modules("trainer_sdk")]
+    )
+    made = {f"{what}.{when}" for what in ("dir.link", "dir.rename") for when in ("before", "after")}
+
+    passed = set(re.findall(r'failpoints\.hit\("([a-z.]+)"\)', sources)) | made
+
+    assert passed == NAMES
+    assert all(f'what="{name}"' in sources for name in ("dir.link", "dir.rename"))

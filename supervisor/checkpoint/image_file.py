@@ -129,5 +129,6 @@ class ImageWriter:
     def _close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            failpoints.hit("spool.close.before")
             os.close(fd)
             failpoints.hit("spool.close.after")

@@ -152,9 +152,11 @@ def error_of(
             what, hint=f"bucket {bucket!r} is in another region: set the region or the endpoint"
         )
     if code in _THROTTLED or status in (429, 503):
-        return StoreThrottled(what)
+        return StoreThrottled(
+            what, hint="the store is overloaded or limits this bucket: try again in a while"
+        )
     if code in _TRANSIENT or status in (408, 409) or (status >= 500 and status != 501):
-        return TransientStoreError(what)
+        return TransientStoreError(what, hint="a fault of the store: try again in a while")
     if status == 404:
         return ObjectMissing(key)
     if status in (401, 403):
