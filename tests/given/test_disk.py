@@ -180,13 +180,16 @@ def test_c81_a_save_that_can_have_no_thread_is_done_without_one(quick_cluster, q
     quick_cluster.wait_for_event(node, "checkpoint.committed", step=5)
 
     with thread_limit(node):
-        quick_cluster.wait_for_event(node, "checkpoint.committed", step=15)
+        before = len(steps_of(node, "checkpoint.committed"))
+        quick_cluster.wait(
+            lambda: len(steps_of(node, "checkpoint.committed")) > before + 1, "two more commits"
+        )
         refused = events_named(node, "thread.refused")
         listed = assert_whole(quick_cluster, node)
     code = quick_cluster.finish(node)
 
     assert any(event["thread"].startswith("persist-") for event in refused)
-    assert {10, 15} <= set(listed)
+    assert len(listed) > before + 1
     assert checkpoints_folder(node).is_dir()
     assert ready_sets(node)
     assert code == ExitCode.DONE
