@@ -151,7 +151,10 @@ class Performer:
             case outputs.FetchImages():
                 generation = self._claim.gen if self._claim else 0
                 return inputs.FetchFailed(
-                    generation=generation, reason=reason, is_checkpoint_bad=False
+                    generation=generation,
+                    error_id=error_id,
+                    reason=reason,
+                    is_checkpoint_bad=False,
                 )
             case outputs.Persist(job=job, slot=slot, step=step):
                 return _persist_failed(job, slot, step, error, is_cancelled=False)
@@ -305,7 +308,10 @@ class Performer:
                 is_bad = isinstance(error, ShardError | ManifestInvalid)
                 self._post(
                     inputs.FetchFailed(
-                        generation=got.gen, reason=_with_hint(error), is_checkpoint_bad=is_bad
+                        generation=got.gen,
+                        error_id=error_id_of(error),
+                        reason=_with_hint(error),
+                        is_checkpoint_bad=is_bad,
                     )
                 )
                 return

@@ -148,6 +148,7 @@ class FetchFailed:
     generation: int
     reason: str
     is_checkpoint_bad: bool
+    error_id: str = "internal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

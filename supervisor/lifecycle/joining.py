@@ -256,7 +256,11 @@ def on_fetch_failed(turn: Turn, event: FetchFailed) -> None:
     if turn.state.phase is not Phase.RESTORING or event.generation != turn.state.generation:
         return
     turn.report(
-        "error", "fetch.failed", reason=event.reason, is_checkpoint_bad=event.is_checkpoint_bad
+        "error",
+        "fetch.failed",
+        error_id=event.error_id,
+        reason=event.reason,
+        is_checkpoint_bad=event.is_checkpoint_bad,
     )
     if event.is_checkpoint_bad:
         _set_aside(turn, event.reason)
@@ -306,6 +310,7 @@ def on_rank_restore_failed(turn: Turn, event: RankRestoreFailed) -> None:
         "error",
         "rank.restore_failed",
         rank=event.rank,
+        error_id="shard_invalid" if event.is_checkpoint_bad else "state_mismatch",
         reason=event.reason,
         is_checkpoint_bad=event.is_checkpoint_bad,
     )

@@ -15,7 +15,7 @@ import pytest
 from supervisor.errors import ExitCode
 from tests.e2e.harness import SIZED_COMMAND, Cluster, assert_sized, base_env, read_log
 from tests.fakes import connect_as_nobody
-from tests.given.tampering import change_last_part, job_folder, overwrite
+from tests.tampering import change_last_part, job_folder, overwrite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 SIZED = {"SIZED_STEPS": "14", "SIZED_STEP_S": "0.05"}

@@ -108,14 +108,15 @@ def parse_header(image: memoryview, *, image_bytes: int) -> ImageHeader:
     """Decode and check the header of an image of `image_bytes` whose first bytes are given.
 
     Raises:
-        ImageError: too long, not JSON, an unknown dtype, sizes that do not fit the shapes, holes or
-            overlaps, or a data section that does not end where the image ends.
+        ImageError: too long, not JSON, a key twice, an unknown dtype, sizes that do not fit the
+            shapes, holes or overlaps, or a data section that does not end where the image ends.
     """
     if len(image) < 8:
         raise ImageError(f"an image of {len(image)} bytes has no header")
     size = int.from_bytes(image[:8], "little")
     if size > MAX_HEADER_BYTES or 8 + size > image_bytes or 8 + size > len(image):
         raise ImageError(f"a header length of {size} does not fit an image of {image_bytes} bytes")
+    _refuse_duplicates(bytes(image[8 : 8 + size]))
     try:
         raw = msgspec.json.decode(image[8 : 8 + size], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -130,6 +131,22 @@ def parse_header(image: memoryview, *, image_bytes: int) -> ImageHeader:
             f"the header describes {header.image_bytes} bytes, the image has {image_bytes}"
         )
     return header
+
+
+def _refuse_duplicates(text: bytes) -> None:
+    """A key that appears twice means one thing to one reader and another to the next."""
+
+    def check(pairs: list[tuple[str, object]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ImageError(f"the header has the key {key!r} twice")
+            seen.add(key)
+
+    try:
+        json.loads(text, object_pairs_hook=check)
+    except (ValueError, RecursionError) as error:
+        raise ImageError(f"the header is not a safetensors header: {error}") from error
 
 
 def _check_layout(decoded: list[tuple[str, _RawTensor]]) -> tuple[TensorEntry, ...]:
