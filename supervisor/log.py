@@ -67,7 +67,7 @@ EVENTS: Mapping[str, str] = {
     "store.limited": "the store works, but weaker or slower than others; the reason says how",
     "uploads.left": "unfinished uploads of older generations could not be aborted: they cost money",
     "uploads.reaped": "unfinished uploads of older generations were aborted",
-    "spool.rejected": "a set on the local disk was not what its record says, and is removed",
+    "spool.rejected": "a set on the local disk is not used; the reason says why",
     "status.unavailable": "the status address could not be bound",
     "action.failed": "carrying out a decision failed in a way nobody foresaw: please report it",
     "thread.refused": "the system gives no more threads; one kept for this does the work",

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -35,6 +35,7 @@ class Request:
     headers: dict[str, str]
     size_bytes: int
     status: int = 0  # what the client was answered; 0: nothing
+    done_at: float = 0.0
 
     @property
     def key(self) -> str:
@@ -304,8 +305,8 @@ class _Exchange(BaseHTTPRequestHandler):
         try:
             fault(self) if fault else self.relay()
         finally:
-            seen = {**vars(request), "status": self._pending.status}
-            self.proxy.log(Request(**seen))
+            status = self._pending.status
+            self.proxy.log(replace(request, status=status, done_at=time.monotonic()))
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_any
 

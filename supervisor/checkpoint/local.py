@@ -53,6 +53,7 @@ class LocalSets:
         if in_memory is not None:
             candidates.append(in_memory)  # first: of two sets of one step memory wins
         candidates += self._spooled()
+        self._tell_unsound(state)
         sound = [item for item in candidates if self._is_sound(state, item[0])]
         for at, source in sorted(sound, key=lambda item: (-item[0].gen, -item[0].step)):
             found = (
@@ -64,6 +65,16 @@ class LocalSets:
                 self._offered = at, replace(found, gen=at.gen, step=at.step)
                 return at
         return None
+
+    def _tell_unsound(self, state: LogState) -> None:
+        """A set that is newer than every commit and yet not used is worth a word."""
+        newest = max(((commit.gen, commit.step) for commit in state.good), default=(0, 0))
+        for at, item in self._spooled():
+            if (at.gen, at.step) > newest and not self._is_sound(state, at):
+                assert self._spool is not None
+                self._spool.pass_over(
+                    item, "the last group of this job did not stage it after its newest commit"
+                )
 
     def _verified(self, item: SpooledCheckpoint) -> FetchedCheckpoint | None:
         return verified_in_spool(self._spool, item) if self._spool is not None else None

@@ -84,7 +84,7 @@ class Spool:
         Args:
             ballast_bytes: kept reserved, to be given up for a checkpoint when the disk is full.
             require_mount: `root` must be a mount point.
-            on_rejected: told of a set that turned out not to be whole.
+            on_rejected: told, once each, of a set that is not used, with the reason.
 
         Raises:
             SpoolError, SpoolFull, SpoolNotMounted
@@ -99,6 +99,7 @@ class Spool:
         self._checkpoints = os.path.join(self.path, "checkpoints")
         self._ballast_bytes = ballast_bytes
         self._on_rejected = on_rejected
+        self._told: set[str] = set()
         self.is_suspect = False
         try:
             make_private(self._checkpoints)
@@ -175,8 +176,8 @@ class Spool:
     def ready(self) -> list[SpooledCheckpoint]:
         """Every whole checkpoint, newest first by (generation, step) as numbers.
 
-        A READY.json that cannot be read or contradicts its directory is passed over; of a disk that
-        is gone there are none.
+        A READY.json that cannot be read or contradicts its directory is passed over and told of,
+        but left: a newer version may have written it. Of a disk that is gone there are none.
         """
         found = []
         try:
@@ -188,15 +189,31 @@ class Spool:
             if match is None:
                 continue
             directory = os.path.join(self._checkpoints, name)
+            gen, step = int(match[1]), int(match[2])
             record = _read_record(os.path.join(directory, READY))
-            if record and (record.gen, record.step) == (int(match[1]), int(match[2])):
+            if record is None:
+                self._tell(name, gen, step, f"{directory} has no {READY} that can be read")
+            elif (record.gen, record.step) != (gen, step):
+                other = f"generation {record.gen}, step {record.step}"
+                self._tell(name, gen, step, f"the {READY} in {directory} is that of {other}")
+            else:
                 found.append(SpooledCheckpoint(record=record, directory=directory))
         return sorted(found, key=lambda item: (item.record.gen, item.record.step), reverse=True)
 
     def reject(self, item: SpooledCheckpoint, reason: str) -> None:
-        """Remove a set whose bytes are not what its record says: nothing may use it again."""
+        """Remove a set that nothing may use again, such as one whose bytes are not its record's."""
         shutil.rmtree(item.directory, ignore_errors=True)
-        self._on_rejected(item.record.gen, item.record.step, reason)
+        self._on_rejected(item.record.gen, item.record.step, f"{reason}; it was removed")
+
+    def pass_over(self, item: SpooledCheckpoint, reason: str) -> None:
+        """Tell why a set is not used now; it stays."""
+        name = os.path.basename(item.directory)
+        self._tell(name, item.record.gen, item.record.step, reason)
+
+    def _tell(self, name: str, gen: int, step: int, reason: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._on_rejected(gen, step, reason)
 
     def drop_foreign(self, *, gen: int, group: str) -> None:
         """Remove what another life of a job of this name left: sets of a generation that the log
@@ -204,7 +221,7 @@ class Spool:
         for item in self.ready():
             record = item.record
             if record.gen > gen or (record.gen == gen and record.group != group):
-                shutil.rmtree(item.directory, ignore_errors=True)
+                self.reject(item, "it is of another life of a job of this name")
 
     # ------------------------------------------------------------ space
 

@@ -466,7 +466,7 @@ def test_a_set_that_is_rejected_is_gone_and_told(tmp_path: Path) -> None:
     spool.reject(found, "differs from its digest")
 
     assert spool.ready() == []
-    assert told == [(1, 10, "differs from its digest")]
+    assert told == [(1, 10, "differs from its digest; it was removed")]
 
 
 def test_a_writer_that_is_given_up_during_a_write_closes_when_the_write_returns(
