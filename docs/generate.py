@@ -14,7 +14,7 @@ from typing import Any
 
 import supervisor
 from supervisor.config import OPTIONS, REQUIRED, SECTIONS, Option
-from supervisor.errors import SupervisorError
+from supervisor.errors import REPORTED, SupervisorError
 from supervisor.lifecycle import Phase
 from supervisor.log import EVENTS
 from supervisor.metrics import Metrics
@@ -32,7 +32,8 @@ ERRORS_INTRO = """\
 An error is shown as `lastgasp: MESSAGE [ID]` and what to do; with `--json` as one document with
 `error_id`, `message`, `hint` and `code`. The same ids are in the log and in the labels of metrics.
 The exit code is that of a command which ends by the error; while a job runs most errors are retried
-or worked around. `retry` says whether trying again by itself may help.
+or worked around. `retry` says whether trying again by itself may help. What to do is told with the
+message too, often more exactly.
 """
 METRICS_INTRO = """\
 Served at `/metrics` of `[status] listen`, in the Prometheus text format. No label has unbounded
@@ -141,16 +142,20 @@ def errors() -> str:
             (
                 f"`{kind.error_id}`",
                 _first_sentence(kind),
+                kind.mend,
                 str(int(kind.exit_code)),
                 "yes" if kind.is_retryable else "no",
             )
         )
+    reported = [(f"`{name}`", *texts) for name, texts in sorted(REPORTED.items())]
     return "\n".join(
         [
             "# Errors\n",
             NOTE,
             ERRORS_INTRO,
-            _table(("id", "meaning", "exit code", "retry"), rows),
+            _table(("id", "meaning", "what to do", "exit code", "retry"), rows),
+            "## In the log, in status and in metrics only\n",
+            _table(("id", "meaning", "what to do"), reported),
         ]
     )
 

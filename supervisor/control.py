@@ -19,6 +19,7 @@ class SupervisorNotRunning(SupervisorError):
     """No supervisor of this job answers on this node."""
 
     error_id = "supervisor_not_running"
+    mend = "start it with `lastgasp run`, on this node, as this user"
 
 
 def ask(

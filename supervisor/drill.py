@@ -15,6 +15,7 @@ class DrillRefused(UsageError):
     """The job is not in a state in which a drill means anything."""
 
     error_id = "drill_refused"
+    mend = "wait until `lastgasp status` says training"
 
 
 def rehearse(

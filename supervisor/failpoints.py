@@ -14,6 +14,7 @@ class FailpointError(TransientStoreError):
     """A failure that a test asked for."""
 
     error_id = "failpoint"
+    mend = "take LASTGASP_FAILPOINTS out of the environment"
 
 
 _FAILPOINTS = failpoints.Failpoints(fail=FailpointError)

@@ -31,6 +31,7 @@ class NoSuchCheckpoint(UsageError):
     """The id names no commit of this job."""
 
     error_id = "checkpoint_unknown"
+    mend = "`lastgasp ls` lists the checkpoints"
 
 
 def find_commit(log: CommitLog, which: str | None, deadline: Deadline) -> CommitInfo:

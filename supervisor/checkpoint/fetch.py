@@ -42,6 +42,7 @@ class FetchCancelled(SupervisorError):
     """Nobody wants these images any more; what was read is dropped."""
 
     error_id = "fetch_cancelled"
+    mend = "nothing: another checkpoint is restored, or none"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

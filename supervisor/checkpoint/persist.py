@@ -33,12 +33,14 @@ class PersistCancelled(SupervisorError):
     """Something newer counts; what was sent is dropped."""
 
     error_id = "persist_cancelled"
+    mend = "nothing: a newer checkpoint counts"
 
 
 class IncompleteSet(SupervisorError):
     """Not every rank's image is here, or the log did not count the vote: nothing is committed."""
 
     error_id = "set_incomplete"
+    mend = "nothing: the next save is whole again; look at the rank that the log names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ class SpoolError(SupervisorError):
     """
 
     error_id = "disk_io_error"
+    mend = "check the disk and its mount; checkpoints go to the store meanwhile"
 
     def __init__(self, message: str, *, hint: str = "", is_suspect: bool = False) -> None:
         super().__init__(message, hint=hint)
@@ -29,18 +30,21 @@ class SpoolFull(SpoolError):
     """No space left in the spool."""
 
     error_id = "disk_full"
+    mend = "free space there or set [spool] path to a larger disk"
 
 
 class SpoolSlow(SpoolError):
     """The local disk takes less than it must, or nothing at all."""
 
     error_id = "disk_slow"
+    mend = "check the disk, or lower [spool] min_rate; checkpoints go to the store meanwhile"
 
 
 class SpoolNotMounted(SpoolError):
     """The spool is not on the disk it should be on, or that is read-only."""
 
     error_id = "nvme_not_mounted"
+    mend = "mount the disk, or mend [spool] path or require_mount"
     exit_code = ExitCode.INTERNAL
 
 

@@ -22,6 +22,10 @@ class ImageChanged(ShardError):
     """A staged image is not any more what was hashed of it: it must never be committed."""
 
     error_id = "shard_corrupt_local"
+    mend = (
+        "nothing: another save is asked for; if it goes on, test the memory and the "
+        "disk of this node"
+    )
 
     def __init__(self, message: str, *, rank: int, hint: str = "") -> None:
         super().__init__(message, hint=hint)

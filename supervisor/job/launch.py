@@ -25,6 +25,7 @@ class CommandNotFound(UsageError):
     """The command after `--` does not exist."""
 
     error_id = "command_not_found"
+    mend = "activate the environment of the training, or give the command's path"
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ class SourceFailed(SupervisorError):
     """The source did not answer, or answered something that cannot be understood."""
 
     error_id = "notice_source_failed"
+    mend = "see the message; `lastgasp doctor` tries the source; SIGTERM and `notify` still work"
     is_retryable = True
 
     def __init__(self, message: str, *, hint: str = "", wait_s: float | None = None) -> None:

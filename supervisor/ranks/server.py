@@ -26,6 +26,7 @@ class RuntimeDirError(SupervisorError):
     """The directory of the socket cannot be used safely."""
 
     error_id = "runtime_dir_unsafe"
+    mend = "set [job] runtime_dir to a directory of this user's own"
     exit_code = ExitCode.CONFIG
 
 

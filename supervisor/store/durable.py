@@ -37,6 +37,7 @@ class SyncFailed(TransientStoreError):
     """fsync reported an error: what was written since is lost, whatever a second call says."""
 
     error_id = "store_fsync_failed"
+    mend = "check the store's disk and the kernel log"
 
 
 def store_error(error: OSError, key: str, action: str) -> StoreError:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from supervisor.config import OPTIONS, load
-from supervisor.errors import ExitCode
+from supervisor.errors import ExitCode, StoreThrottled
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -42,17 +42,25 @@ def test_every_error_id_is_listed_once() -> None:
         ids
     )
     for path in (DOCS.parent / "supervisor").rglob("*.py"):
-        for found in re.findall(r'^    error_id(?:: \S+)? = "(\w+)"', path.read_text(), re.M):
+        for found in re.findall(r'\berror_id(?:: \S+)? ?= ?"(\w+)"', path.read_text()):
             assert found in ids, f"{path}: {found}"
 
 
-def test_every_error_has_a_meaning() -> None:
+def test_every_error_has_a_meaning_and_a_mend() -> None:
     for line in GENERATED["errors.md"].splitlines():
         if line.startswith("| `"):
-            _, _, meaning, code, retry, _ = line.split("|")
+            _, _, meaning, mend, *rest, _ = line.split("|")
             assert meaning.strip()
-            assert int(code) in set(ExitCode)
-            assert retry.strip() in ("yes", "no")
+            assert mend.strip()
+            if rest:
+                code, retry = rest
+                assert int(code) in set(ExitCode)
+                assert retry.strip() in ("yes", "no")
+
+
+def test_an_error_without_a_hint_of_its_own_says_what_its_kind_is_mended_by() -> None:
+    assert StoreThrottled("put x: slow down").hint == StoreThrottled.mend
+    assert StoreThrottled("put x: slow down", hint="wait").hint == "wait"
 
 
 def test_every_setting_is_documented_and_the_sample_is_all_defaults(tmp_path: Path) -> None:
