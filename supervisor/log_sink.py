@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import threading
 from typing import Final
 
@@ -31,6 +32,11 @@ class LineSink:
     def num_waiting(self) -> int:
         """Lines that are not written yet, but for the one in hand."""
         return self._lines.qsize()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a line that is written now will not be dropped."""
+        return not self._lines.full()
 
     def write(self, text: str) -> int:
         """Take a line; never waits."""
@@ -61,6 +67,14 @@ class LineSink:
         data = memoryview(text.encode(errors="replace"))
         try:
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[self._write_some(data) :]
         except OSError:  # EPIPE, ENOSPC: there is no other place to tell it than the count
             self._drop()
+
+    def _write_some(self, data: memoryview) -> int:
+        """As much as there is room for; a descriptor that does not wait is waited for here."""
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:
+            select.select([], [self._fd], [])
+            return 0

@@ -43,7 +43,7 @@ class Observer:
         spool_path: str | None,
         num_lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`num_lines_dropped`: of our own log, so far."""
+        """`num_lines_dropped`: of our own log, so far; 0 while it could not be told."""
         self.log = log
         self._num_lines_dropped = num_lines_dropped
         self._num_lines_told = 0

@@ -433,6 +433,7 @@ class Performer:
             images=self._parts.board.images(slot, step=step),
             on_spooled=self._spooled(number, slot, step),
         )
+        self._release_images(slot)  # an earlier try's flush: this one flushes anew
         self.persists[slot] = job
         self._in_thread(f"persist-{step}", lambda: self._run_persist(job, number, slot, step))
 

@@ -312,7 +312,7 @@ class Supervised:
             job_id=self._config["job.id"],
             store_url=store.url,
             spool_path=spool.path if spool else None,
-            num_lines_dropped=lambda: self._sink.num_dropped,
+            num_lines_dropped=lambda: self._sink.num_dropped if self._sink.has_room else 0,
         )
 
     def _policy(self) -> Policy:

@@ -1,4 +1,4 @@
-"""Fixtures that several suites share. Nothing here skips: what a test needs must be there."""
+"""Fixtures that several suites share. Nothing here skips: what they need is installed with us."""
 
 from __future__ import annotations
 

@@ -33,21 +33,30 @@ MAX_REASON = 60_000
 log = logging.getLogger("trainer_sdk")
 
 
+# The errors that were raised and are still referred to by someone: one may end this process.
+_alive: weakref.WeakKeyDictionary[TrainerSdkError, tuple[str, Callable[[str], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def tell_if_fatal(error: TrainerSdkError, tell: Callable[[str], None]) -> None:
     """Have `tell` called with the reason, in an exit handler, if this process ends by `error`."""
-    atexit.register(_tell_at_exit, weakref.ref(error), str(error)[:MAX_REASON], tell)
+    _alive[error] = (str(error)[:MAX_REASON], tell)
 
 
-def _tell_at_exit(
-    error: weakref.ref[TrainerSdkError], reason: str, tell: Callable[[str], None]
-) -> None:
+def _tell_at_exit() -> None:
     # Source: CPython, PyErr_PrintEx: an exception that nobody caught is kept in sys.last_value.
-    if error() is None or getattr(sys, "last_value", None) is not error():
+    fatal = getattr(sys, "last_value", None)
+    if not isinstance(fatal, TrainerSdkError) or fatal not in _alive:
         return
+    reason, tell = _alive[fatal]
     try:
         tell(reason)
     except (OSError, ProtocolError, TrainerSdkError):
         log.debug("the supervisor did not hear why this process ends")
+
+
+atexit.register(_tell_at_exit)
 
 
 def tell_anew(reason: str, path: str, hello: Hello) -> None:

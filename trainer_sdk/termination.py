@@ -22,8 +22,9 @@ from types import FrameType
 # another one failed lives so much longer.
 _WORD_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.01
-# A loader worker serves its rank for so long after a SIGTERM; then the kernel ends it.
-_WORKER_GRACE_S = 600
+# A loader worker serves its rank for so long after a SIGTERM; then the kernel ends it. Long enough
+# for the batches up to the stop step, short enough for a loader that ends a worker which hangs.
+_WORKER_GRACE_S = 15
 
 _guards: weakref.WeakSet[TerminationGuard] = weakref.WeakSet()
 
@@ -69,6 +70,8 @@ class TerminationGuard:
         self._give_back()
         os.write(self._write_fd, b"\0")
         self._thread.join()
+        if threading.current_thread() is not threading.main_thread():
+            return  # the interpreter still writes into them: closed, the number were another file's
         os.close(self._read_fd)
         os.close(self._write_fd)
 

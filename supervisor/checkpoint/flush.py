@@ -196,6 +196,7 @@ class Flusher:
             self._try(flush, pace)
         flush.seconds = self._clock.monotonic() - flush.began_at
         flush.on_spooled(flush.seconds)
+        pace.begins_anew(self._clock.monotonic())
         self._get(flush, pace, self._writers.submit(lambda: self._tidy(flush.total_bytes)))
 
     def _tidy(self, beside_bytes: int) -> None:
@@ -220,6 +221,7 @@ class Flusher:
             )
             self._wait(flush, pace, [attempt.submit(writer.finish) for writer in writers])
             record = self._record(flush)
+            pace.begins_anew(self._clock.monotonic())
             self._get(
                 flush,
                 pace,
@@ -240,6 +242,7 @@ class Flusher:
         if not known:
             return False
         record = self._record(flush)
+        pace.begins_anew(self._clock.monotonic())
         return known[0].group == record.group and [
             (shard.rank, shard.name, shard.size_bytes, shard.sha256) for shard in known[0].shards
         ] == [(shard.rank, shard.name, shard.size_bytes, shard.sha256) for shard in record.shards]

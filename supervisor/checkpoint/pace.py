@@ -34,6 +34,10 @@ class Pace:
         self._done_bytes = done_bytes
         self._moved_at = now
 
+    def begins_anew(self, now: float) -> None:
+        """It was waited for something else than the disk: that time does not count."""
+        self._moved_at = now
+
     def begins_sync(self, now: float, *, is_buffered: bool) -> None:
         """All bytes are handed over. What sits in the page cache may take its time from here."""
         self._moved_at = now

@@ -117,6 +117,7 @@ class PersistJob:
         self._on_spooled = on_spooled
         self._cancelled = threading.Event()
         self.flush: Flush | None = None
+        self._is_released = False
         self.progress = Progress(total_bytes=sum(size for _, size in images.values()))
 
     @property
@@ -129,6 +130,7 @@ class PersistJob:
 
     def release_images(self) -> None:
         """The slot gets another use: a flush that still reads it must not count."""
+        self._is_released = True
         if self.flush is not None:
             self.flush.give_up()
 
@@ -204,6 +206,8 @@ class PersistJob:
             on_spooled=self._on_spooled,
             on_wrote=wrote,
         )
+        if self._is_released:  # looked at after `flush` is set, as `release_images` does it
+            self.flush.give_up()
         self._tools.flusher.start(self.flush)
 
     # ------------------------------------------------------------ upload
@@ -231,11 +235,13 @@ class PersistJob:
             upload.complete()
             self._check_not_cancelled()
         except (SupervisorError, OSError) as error:
-            if isinstance(error, PermanentStoreError | ChecksumMismatch):
+            is_dead = isinstance(error, PermanentStoreError | ChecksumMismatch | ImageChanged)
+            if is_dead:
                 self._forget_uploads()  # the next try begins under new keys
             if self._cancelled.is_set() or isinstance(error, ImageChanged):
                 self.release_images()
-                upload.abort()
+            if is_dead or self._cancelled.is_set():
+                upload.abort()  # nobody could find it again to go on with it
             self._check_not_cancelled()
             raise
 

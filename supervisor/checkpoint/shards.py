@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -52,9 +53,15 @@ class StagedShard:
         return self.buffer.view(self.size_bytes)[start:end]
 
     def padded_chunk(self, index: int) -> memoryview:
-        """The chunk with the rest of its last page."""
+        """The chunk with the rest of its last page; a copy only where the image ends within one,
+        as an image out of the spool does."""
         start, end = self.ranges[index]
-        return self.buffer.view(round_up(self.size_bytes))[start : start + round_up(end - start)]
+        view = self.buffer.view(round_up(self.size_bytes))[start : start + round_up(end - start)]
+        if len(view) == round_up(end - start):
+            return view
+        bounce = mmap.mmap(-1, round_up(end - start))  # page aligned, as O_DIRECT wants it
+        bounce[: end - start] = view[: end - start]
+        return memoryview(bounce)
 
     def digests(self) -> list[bytes]:
         """Of every chunk; waits for hashing, which waits for no disk and no store."""

@@ -44,8 +44,8 @@ class SpoolNotMounted(SpoolError):
     """The spool is not on the disk it should be on, or that is read-only."""
 
     error_id = "nvme_not_mounted"
+    exit_code = ExitCode.CONFIG
     mend = "mount the disk, or mend [spool] path or require_mount"
-    exit_code = ExitCode.INTERNAL
 
 
 def spool_error(error: OSError, path: str) -> SpoolError:

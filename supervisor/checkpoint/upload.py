@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
-from supervisor import failpoints
 from supervisor.checkpoint.shards import StagedShard, in_turns
 from supervisor.checkpoint.workers import WorkerPool
 from supervisor.errors import ChecksumMismatch, ShardError, StoreError
@@ -108,9 +107,7 @@ class SetUpload:
         for shard in self._shards:
             if self._is_cancelled():
                 return
-            failpoints.hit("upload.complete.before")
             self._uploads[shard.rank].complete(shard.digests(), timeout_s=self._timeout_s)
-            failpoints.hit("upload.complete.after")
 
     def abort(self) -> None:
         """Drop what was sent, so that no store bills for it. What fails here a sweep takes."""
@@ -128,7 +125,6 @@ class SetUpload:
         chunk = shard.chunk(index)
         if self._stored.get(shard.rank, {}).get(index) != digest.hex():
             self._put_chunk(shard, index, chunk, digest)
-            failpoints.hit("upload.chunk.after")
         self._on_uploaded(len(chunk))
 
     def _put_chunk(self, shard: StagedShard, index: int, chunk: memoryview, digest: bytes) -> None:

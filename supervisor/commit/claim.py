@@ -29,6 +29,8 @@ from supervisor.errors import (
 from trainer_sdk.protocol.manifest import Manifest
 
 MISSING_GRACE_S: Final = 120.0  # Source: nfs(5), acdirmax: a name may stay hidden for 60 s
+# A commit is only given up for good when it reads wrong so many times, a moment apart.
+INVALID_READS: Final = 3
 _POLL_S: Final = 1.0
 
 
@@ -152,6 +154,7 @@ def _read_resume(log: CommitLog, gen: int, seq: int, deadline: Deadline) -> Mani
     patience = Deadline.after(log.clock, deadline.sooner(MISSING_GRACE_S))
     waits = log.waits(patience)
     problem: PartMissing | ManifestInvalid | ObjectMissing
+    num_invalid = 0
     while True:
         try:
             return manifest_of(log, log.read(seq, deadline), deadline)
@@ -162,12 +165,17 @@ def _read_resume(log: CommitLog, gen: int, seq: int, deadline: Deadline) -> Mani
             problem = error
             if patience.is_over:
                 break
-        except ManifestInvalid as error:  # it is there, and will never say anything else
+        except ManifestInvalid as error:
             problem = error
-            break
+            num_invalid += 1
+            if num_invalid >= INVALID_READS or patience.is_over:
+                break  # it is there, and says the same again: one reply may have come wrong
         waits()
-    if not deadline.is_over:
-        mark_resume_bad(log, gen=gen, seq=seq, why=problem.message, deadline=deadline)
+    if deadline.is_over:
+        raise DeadlineExceeded(
+            f"commit {seq} could not be read in time: {problem.message}"
+        ) from problem
+    mark_resume_bad(log, gen=gen, seq=seq, why=problem.message, deadline=deadline)
     raise ManifestInvalid(
         f"commit {seq} cannot be resumed from: {problem.message}",
         hint="it is marked bad; start again to resume from an older one",

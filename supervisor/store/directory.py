@@ -179,16 +179,19 @@ class DirectoryStore:
                     self._sync_place(place, directory)
 
     def open_uploads(self, prefix: str, *, timeout_s: float) -> Iterator[OpenUpload]:
-        tmp = self.open_tmp()
-        with closing_fd(tmp):
-            for token, key in unfinished_uploads(tmp):
-                if key.startswith(prefix):
-                    yield OpenUpload(key=key, token=token)
+        with store_errors(prefix, "list the uploads of"):
+            tmp = self.open_tmp()
+            with closing_fd(tmp):
+                found = list(unfinished_uploads(tmp))
+        for token, key in found:
+            if key.startswith(prefix):
+                yield OpenUpload(key=key, token=token)
 
     def drop_upload(self, upload: OpenUpload, *, timeout_s: float) -> None:
-        tmp = self.open_tmp()
-        with closing_fd(tmp), store_errors(upload.key, "drop the upload of"):
-            remove_upload(tmp, upload.token)
+        with store_errors(upload.key, "drop the upload of"):
+            tmp = self.open_tmp()
+            with closing_fd(tmp):
+                remove_upload(tmp, upload.token)
 
     def probe(self, prefix: str, *, timeout_s: float) -> Sequence[str]:
         key = f"{prefix}probe-{secrets.token_hex(16)}"

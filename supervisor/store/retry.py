@@ -29,8 +29,9 @@ _MAX_MISMATCHES: Final = 2
 class ConcurrencyGate:
     """How many calls may be under way at once, found out by asking too much.
 
-    A store that says "slow down" halves what was under way at that moment, at least to one; as many
-    successes as are allowed at once allow one more. Until the first such answer nothing is limited.
+    A store that says "slow down" halves what was under way at that moment, at least to one; what
+    began before that and is refused too says nothing new. As many successes as are allowed at once
+    allow one more. Until the first such answer nothing is limited.
     """
 
     def __init__(self) -> None:
@@ -38,25 +39,29 @@ class ConcurrencyGate:
         self._limit: int | None = None
         self._num_inside = 0
         self._num_successes = 0
+        self._num_decreases = 0
 
     @property
     def limit(self) -> int | None:
         """Calls allowed at once; None: no limit."""
         return self._limit
 
-    def enter(self, timeout_s: float) -> bool:
-        """Wait for a place; False if there was none in time."""
+    def enter(self, timeout_s: float) -> int | None:
+        """Wait for a place; what to `leave` with, None if there was none in time."""
         with self._changed:
             if not self._changed.wait_for(self._has_place, timeout_s):
-                return False
+                return None
             self._num_inside += 1
-            return True
+            return self._num_decreases
 
-    def leave(self, *, was_throttled: bool) -> None:
+    def leave(self, entered: int, *, was_throttled: bool) -> None:
         """Give the place back, and say how the call ended."""
         with self._changed:
-            if was_throttled:
+            if was_throttled and entered == self._num_decreases:
                 self._limit = max(1, self._num_inside // 2)
+                self._num_successes = 0
+                self._num_decreases += 1
+            elif was_throttled:
                 self._num_successes = 0
             elif self._limit is not None:
                 self._num_successes += 1
@@ -108,7 +113,8 @@ class Retrier:
             limit_s = min(_LAST_LIMIT_S, 2 * limit_s)
 
     def _attempt(self, call: Callable[[float], Result], deadline: Deadline) -> Result:
-        if not self.gate.enter(deadline.remaining_s()):
+        entered = self.gate.enter(deadline.remaining_s())
+        if entered is None:
             raise StoreThrottled(
                 "the store asked to slow down, and no call's turn came in time",
                 hint="lower [store] upload_threads, or ask for a higher request rate",
@@ -120,7 +126,7 @@ class Retrier:
             was_throttled = True
             raise
         finally:
-            self.gate.leave(was_throttled=was_throttled)
+            self.gate.leave(entered, was_throttled=was_throttled)
 
 
 class RetryingUpload:

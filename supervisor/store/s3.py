@@ -39,6 +39,7 @@ from supervisor.store.base import ObjectInfo, OpenUpload, ShardUpload
 from supervisor.store.s3_http import Reply, SignedHttp
 from supervisor.store.s3_session import Checksums, S3Session, S3Settings
 from supervisor.store.s3_upload import (
+    EndedUpload,
     MultipartUpload,
     SinglePut,
     StoredPart,
@@ -55,7 +56,7 @@ def open_s3(settings: S3Settings, *, clock: Clock) -> S3Store:
     Raises:
         ConfigError: boto3 is missing, or does not take the settings.
     """
-    return S3Store(settings, session=S3Session(settings), clock=clock)
+    return S3Store(settings, session=S3Session(settings, clock), clock=clock)
 
 
 class S3Store:
@@ -212,9 +213,7 @@ class S3Store:
         try:
             self.put_object(key, memoryview(b"probe"), sha256=digest, timeout_s=timeout_s)
             _, kept = self.head_checksum(key, timeout_s=timeout_s)
-            params = self._params(key) | self._encryption() | {"ChecksumAlgorithm": "SHA256"}
-            opened = self._session.call("create_multipart_upload", key, params, timeout_s)
-            self.abort_parts(key, upload_id=opened["UploadId"], timeout_s=timeout_s)
+            kept_of_parts = self._probe_parts(f"{key}-parts", digest, timeout_s)
         except ChecksumMismatch as error:
             raise ChecksumMismatch(
                 error.message, hint="something between here and the store changes bytes"
@@ -225,7 +224,34 @@ class S3Store:
             return "read-back"
         finally:
             self._tidy(key, timeout_s)
-        return "sha256" if kept == base64.b64encode(digest).decode() else "read-back"
+        composite = base64.b64encode(_sha256(digest)).decode()
+        keeps_both = (kept, kept_of_parts) == (_base64(digest), f"{composite}-1")
+        return "sha256" if keeps_both else "read-back"
+
+    def _probe_parts(self, key: str, digest: bytes, timeout_s: float) -> str | None:
+        """What the store says of an object made of one part."""
+        plan = UploadPlan(key=key, size_bytes=len(b"probe"), chunk_bytes=len(b"probe"))
+        params = self._params(key) | self._encryption() | {"ChecksumAlgorithm": "SHA256"}
+        upload_id = self._session.call("create_multipart_upload", key, params, timeout_s)[
+            "UploadId"
+        ]
+        try:
+            etag = self.put_part(
+                key,
+                memoryview(b"probe"),
+                upload_id=upload_id,
+                number=1,
+                sha256=digest,
+                timeout_s=timeout_s,
+            )
+            part = StoredPart(etag=etag, sha256=digest.hex(), size_bytes=plan.size_bytes)
+            self.complete_parts(plan, upload_id=upload_id, parts=[part], timeout_s=timeout_s)
+            return self.head_checksum(key, timeout_s=timeout_s)[1]
+        except StoreError:
+            self.abort_parts(key, upload_id=upload_id, timeout_s=timeout_s)
+            raise
+        finally:
+            self._tidy(key, timeout_s)
 
     def _tidy(self, key: str, timeout_s: float) -> None:
         with contextlib.suppress(StoreError):  # nodes may lack the right to delete
@@ -329,7 +355,19 @@ class S3Store:
         reply = self._http.send("head_object", params, timeout_s=timeout_s)
         return self._check_object(key, "head_object", params, reply)
 
-    def _resume(self, plan: UploadPlan, token: str, timeout_s: float) -> MultipartUpload | None:
+    def _resume_ended(self, plan: UploadPlan, timeout_s: float) -> ShardUpload:
+        """The upload is over: either it was completed just before the kill, or someone ended it.
+
+        Raises:
+            UploadAbandoned: its object is not there; another key is to be taken.
+        """
+        try:
+            self.head(plan.key, timeout_s=timeout_s)
+        except ObjectMissing as error:
+            raise UploadAbandoned(f"the upload of {plan.key!r} is gone") from error
+        return EndedUpload(self, plan)
+
+    def _resume(self, plan: UploadPlan, token: str, timeout_s: float) -> ShardUpload | None:
         upload_id, noted = parse_token(token)
         if not upload_id:
             return None
@@ -337,20 +375,7 @@ class S3Store:
         with contextlib.suppress(UploadAbandoned, ObjectMissing):
             listed = self._list_parts(plan.key, upload_id, timeout_s)
         if listed is None:
-            # The upload is over. If it was completed, `complete` finds and verifies the object.
-            if set(noted) != set(range(1, plan.num_chunks + 1)):
-                return None
-            with contextlib.suppress(ObjectMissing):
-                size_bytes, _ = self.head_checksum(plan.key, timeout_s=timeout_s)
-                if size_bytes == plan.size_bytes:
-                    listed = {
-                        number: StoredPart(
-                            etag=etag, sha256=None, size_bytes=plan.chunk_size(number - 1)
-                        )
-                        for number, (etag, _) in noted.items()
-                    }
-        if listed is None:
-            return None
+            return self._resume_ended(plan, timeout_s)
         return MultipartUpload(self, plan, upload_id=upload_id, listed=listed, noted=noted)
 
     def _list_parts(self, key: str, upload_id: str, timeout_s: float) -> dict[int, StoredPart]:
@@ -415,6 +440,10 @@ class S3Store:
         if self.sends_checksums:
             params["ChecksumSHA256"] = base64.b64encode(sha256).decode()
         return params
+
+
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()
 
 
 def _sha256(data: bytes) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from supervisor.clock import Clock
 from supervisor.errors import (
     ConfigError,
     CredentialsExpired,
@@ -22,10 +23,13 @@ from supervisor.errors import (
 from supervisor.store.s3_errors import error_of
 from supervisor.store.s3_http import hide_secrets
 
+Credentials = tuple[str, str, str | None]
 Checksums = Literal["auto", "sha256", "read-back", "off"]
 
 _EXPIRES_S: Final = 900  # a signed request is sent at once; S3 looks at its age when it arrives
 _PATIENT_FROM_S: Final = 20.0
+# Every call that is refused asks for other credentials; where they come from is asked this often.
+LOOK_EVERY_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +73,24 @@ class _Clients:
 
     quick: Any
     patient: Any
-    credentials: tuple[str, str, str | None] | None
+    credentials: Credentials | None
 
 
 class S3Session:
     """Signs and calls. Thread-safe; made before threads start, as boto3's sessions are not."""
 
-    def __init__(self, settings: S3Settings) -> None:
-        """Raises: ConfigError: boto3 is missing, or does not take the settings."""
+    def __init__(self, settings: S3Settings, clock: Clock) -> None:
+        """Make the clients.
+
+        Raises:
+            ConfigError: boto3 is missing, or does not take the settings.
+        """
         hide_secrets()
         self._settings = settings
+        self._clock = clock
         self._lock = threading.Lock()
-        self._clients = _make_clients(settings)
+        self._looked_at = float("-inf")
+        self._clients = _make_clients(_make_session(settings), settings)
 
     @property
     def endpoint_url(self) -> str:
@@ -98,14 +108,18 @@ class S3Session:
         with self._lock:
             if self._clients is not before:  # another thread was faster
                 return True
+            now = self._clock.monotonic()
+            if now - self._looked_at < LOOK_EVERY_S:
+                return False
+            self._looked_at = now
             try:
-                found = _make_clients(self._settings)
-            except ConfigError:  # the file is being written: the next try finds it whole
+                session = _make_session(self._settings)
+                if _credentials_of(session) == before.credentials:
+                    return False
+                self._clients = _make_clients(session, self._settings)
+            except ConfigError:  # the file is being written: the next look finds it whole
                 return False
-            if found.credentials == before.credentials:
-                return False
-            self._clients = found
-            return True
+            return True  # the old clients go when the last call on them has returned
 
     def sign(self, action: str, params: Mapping[str, Any]) -> str:
         """A URL that is a password for its time."""
@@ -171,31 +185,50 @@ class S3Session:
             ) from None
 
 
-def _make_clients(settings: S3Settings) -> _Clients:
+def _make_session(settings: S3Settings) -> Any:
     try:
         import boto3
-        from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise ConfigError(
             "boto3 is not installed", hint="pip install 'lastgasp[daemon]'"
         ) from error
-    try:
-        session = boto3.Session(
+    with _settings_errors(settings):
+        return boto3.Session(
             profile_name=settings.profile,
             region_name=settings.region,
             aws_access_key_id=settings.access_key_id,
             aws_secret_access_key=settings.secret_access_key,
         )
+
+
+def _make_clients(session: Any, settings: S3Settings) -> _Clients:
+    with _settings_errors(settings):
         quick, patient = [_make_client(session, settings, read_s=read_s) for read_s in (5.0, 60.0)]
+        return _Clients(quick=quick, patient=patient, credentials=_credentials_of(session))
+
+
+def _credentials_of(session: Any) -> Credentials | None:
+    from botocore.exceptions import BotoCoreError
+
+    try:
         found = session.get_credentials()
         frozen = found.get_frozen_credentials() if found else None
+    except BotoCoreError as error:
+        raise ConfigError(f"credentials: {error}") from error
+    return (frozen.access_key, frozen.secret_key, frozen.token) if frozen else None
+
+
+@contextlib.contextmanager
+def _settings_errors(settings: S3Settings) -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        yield
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
             f"s3://{settings.bucket}: {error}",
             hint="check [store] endpoint_url, region and the AWS profile",
         ) from error
-    credentials = (frozen.access_key, frozen.secret_key, frozen.token) if frozen else None
-    return _Clients(quick=quick, patient=patient, credentials=credentials)
 
 
 def _make_client(session: Any, settings: S3Settings, *, read_s: float) -> Any:

@@ -255,6 +255,38 @@ class MultipartUpload:
             ) from error
 
 
+class EndedUpload:
+    """Implements `ShardUpload` for one that is over and whose object is there: nothing is sent
+    again, and `complete` finds out whether it is this very object."""
+
+    resume_token = ""
+
+    def __init__(self, store: S3Store, plan: UploadPlan) -> None:
+        self._store = store
+        self._plan = plan
+
+    def stored_chunks(self, *, timeout_s: float) -> Mapping[int, str]:
+        return {}
+
+    def put_chunk(self, index: int, data: memoryview, *, sha256: bytes, timeout_s: float) -> None:
+        self._plan.check_chunk(index, data)
+
+    def complete(self, chunk_digests: Sequence[bytes], *, timeout_s: float) -> None:
+        composite = base64.b64encode(shard_digest(chunk_digests)).decode()
+        wanted = f"{composite}-{len(chunk_digests)}"
+        try:
+            verify_object(
+                self._store, self._plan, chunk_digests, wanted=wanted, timeout_s=timeout_s
+            )
+        except ChecksumMismatch as error:
+            raise UploadAbandoned(
+                f"another object has the name {self._plan.key!r}", hint="begin another upload"
+            ) from error
+
+    def abort(self, *, timeout_s: float) -> None:
+        """Nothing is under way."""
+
+
 def verify_object(
     store: S3Store,
     plan: UploadPlan,

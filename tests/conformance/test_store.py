@@ -323,6 +323,26 @@ def test_upload_completed_just_before_a_restart_completes_again(store: ObjectSto
     assert read(store, key, offset=0, size=len(CONTENT)) == CONTENT
 
 
+def test_f8_an_upload_whose_note_is_as_old_as_its_beginning_is_known_once_complete(
+    store: ObjectStore,
+) -> None:
+    """The supervisor notes a token before the first chunk, is killed after the last, and then sends
+    the same again or finds it there: either way it is this object, whole."""
+    key = new_key()
+    upload = open_upload(store, key)
+    token = upload.resume_token
+    for index in range(len(CHUNKS)):
+        put_chunk(upload, index)
+    upload.complete(DIGESTS, timeout_s=LIMIT_S)
+
+    resumed = open_upload(store, key, token=token)
+    for index in range(len(CHUNKS)):
+        put_chunk(resumed, index)
+    resumed.complete(DIGESTS, timeout_s=LIMIT_S)
+
+    assert read(store, key, offset=0, size=len(CONTENT)) == CONTENT
+
+
 @pytest.mark.parametrize("token", ["", "nonsense", "0" * 32, "../../etc/passwd", '{"id":"x"}'])
 def test_unknown_token_begins_anew(store: ObjectStore, token: str) -> None:
     upload = open_upload(store, new_key(), token=token)

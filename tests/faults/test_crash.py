@@ -6,7 +6,6 @@ job that is started again ends exactly as if it had never been killed.
 
 from __future__ import annotations
 
-import json
 import signal
 
 import pytest
@@ -23,8 +22,10 @@ IN_A_RANK = ("stage.", "restore.")
 # Not written by a run: a person's `gc`, and retention, which the crash tests of the log cover.
 NOT_IN_A_RUN = ("retire.", "sweep.")
 IN_A_RESTORE = ("restore.", "fetch.")
-OF_A_DIRECTORY = ("dir.",)
-# Which hit of a place falls into the second save; the first is committed by then.
+# The job's record is written at the launch.
+BEFORE_ANY_COMMIT = ("job.note.",)
+# Which hit of a place falls into the second save, of three chunks each; the first save is
+# committed by then, but for the places that come before any commit.
 AT_HIT = {"log.put": 3, "upload.chunk": 4, "spool.write": 4, "dir.link": 6, "job.note": 1}
 
 
@@ -48,12 +49,13 @@ def committed_before(cluster, node) -> list[int]:
     return [item["step"] for item in listed.get("checkpoints", [])]
 
 
-def finish_again(cluster, node) -> None:
+def finish_again(cluster, node, name: str) -> None:
     """Start it once more; it must end, exactly, from what was committed or something newer."""
     before = committed_before(cluster, node)
     cluster.start(node, "--allow-fresh", command=SIZED_COMMAND)
     code = cluster.finish(node)
 
+    assert before or name.startswith(BEFORE_ANY_COMMIT), f"{name} came before the first commit"
     assert code == ExitCode.DONE, node.stderr[-4000:]
     resumed_at = node.event("restore.completed")["step"]
     assert (resumed_at or 0) >= max(before, default=0)
@@ -75,7 +77,7 @@ def test_f5_f6_f7_f8_f9_f10_f11_f13_the_supervisor_is_killed_at(make_cluster, na
         cluster.kill_everything(node)
 
     assert killed == -signal.SIGKILL, f"{name} was never hit:\n{node.stderr[-3000:]}"
-    finish_again(cluster, node)
+    finish_again(cluster, node, name)
 
 
 @pytest.mark.s3
@@ -92,7 +94,7 @@ def test_f7_f8_f9_f10_with_an_s3_server_everything_is_killed_at(make_cluster, s3
     cluster.kill_everything(node)
 
     assert killed == -signal.SIGKILL, f"{name} was never hit:\n{node.stderr[-3000:]}"
-    finish_again(cluster, node)
+    finish_again(cluster, node, name)
 
 
 @pytest.mark.parametrize("name", names(of_a_rank=True))
@@ -123,8 +125,7 @@ def test_f12_the_supervisor_is_killed_while_it_fetches(make_cluster, name):
     cluster.kill_everything(second)
 
     assert killed == -signal.SIGKILL
-    assert not list(second.folder.rglob("*.part"))
-    finish_again(cluster, second)
+    finish_again(cluster, second, name)
 
 
 @pytest.mark.parametrize("name", names(of_a_rank=True, of_a_restore=True))
@@ -155,8 +156,7 @@ def test_f1_a_rank_killed_before_anything_is_staged_goes_on_from_the_last_commit
 
     code = quick_cluster.run(node, TOY_FAULT=f"kill:0:8:{tmp_path}/flag", TOY_STEP_S="0.1")
 
-    crashed = node.event("job.crashed")
-    assert "signal" in json.dumps(crashed) or crashed
+    assert node.event("job.crashed")["num_crashes"] == 1
     assert node.event("restore.completed")["step"] == 5
     assert code == ExitCode.DONE
     assert_exact(read_log(quick_cluster.log), quick_twin)

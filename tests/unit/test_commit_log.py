@@ -573,6 +573,20 @@ def test_commit_that_cannot_be_read_is_marked_and_the_next_round_goes_back(job: 
     assert job.kinds()[3:] == ["EPOCH", "POISON", "EPOCH"]
 
 
+def test_one_reply_that_came_wrong_sets_no_commit_aside(job: Job) -> None:
+    """A flipped bit on the way says nothing about what is stored."""
+    log = job.log()
+    owner = job.claim(log)
+    job.commit(log, owner, 1, 2)
+    fault = Fault(kind=FaultKind.CORRUPT_READ, method="get_bytes", key_part="/part/")
+    store = FaultyStore(job.store, clock=job.clock, faults=[fault])
+
+    again = job.claim(job.log(store), G2, round=1)
+
+    assert again.resume_seq == 3
+    assert job.kinds()[3:] == ["EPOCH"]
+
+
 def request(group: str, **changes: Any) -> ClaimRequest:
     fields = {
         "launch": "launch-1",

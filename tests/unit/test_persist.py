@@ -15,10 +15,12 @@ from supervisor import failpoints, inspecting
 from supervisor.checkpoint.chunks import CHUNK_BYTES
 from supervisor.checkpoint.pace import PaceLimits
 from supervisor.checkpoint.persist import IncompleteSet, PersistCancelled, PersistJob
+from supervisor.checkpoint.shards import StagedShard
 from supervisor.checkpoint.upload import ImageChanged
 from supervisor.clock import SystemClock
 from supervisor.commit.reader import list_commits
 from supervisor.errors import Fenced, TransientStoreError, UploadAbandoned
+from supervisor.ranks.slots import SlotBuffer
 from supervisor.store.base import ObjectStore, ShardUpload
 from supervisor.store.faults import Fault, FaultKind, FaultyStore
 from tests.fakes import wait_until
@@ -699,3 +701,16 @@ def test_a_step_that_the_log_does_not_take_is_not_told_as_committed(workshop: Wo
         workshop.persist(some_images(1), step=0)
 
     assert workshop.steps() == []
+
+
+def test_an_image_that_ends_within_a_page_is_padded_for_the_disk() -> None:
+    """As one out of the spool does, whose file is cut to its size."""
+    size_bytes = 4096 + 1000
+    fd = os.memfd_create("cut")
+    os.write(fd, b"a" * size_bytes)
+    shard = StagedShard.of(0, SlotBuffer(fd), size_bytes, key="k")
+
+    padded = shard.padded_chunk(0)
+
+    assert len(padded) == 8192
+    assert bytes(padded) == b"a" * size_bytes + bytes(8192 - size_bytes)

@@ -18,7 +18,7 @@ from supervisor.errors import (
 from supervisor.store.base import ObjectInfo
 from supervisor.store.directory import DirectoryStore
 from supervisor.store.faults import Fault, FaultKind, FaultyStore
-from supervisor.store.retry import Retrier, RetryingStore
+from supervisor.store.retry import ConcurrencyGate, Retrier, RetryingStore
 from tests.unit.test_commit_log import FakeClock
 
 KEY = "jobs/j/part/x"
@@ -169,3 +169,46 @@ def test_corrupt_read_is_a_fault_that_shows(tmp_path: Path) -> None:
     bench.faulty.read_into(KEY, offset=0, target=memoryview(target), timeout_s=9)
     assert target != b"content"
     assert bench.faulty.get_bytes(KEY, max_bytes=9, timeout_s=9) == b"content"
+
+
+def test_c84_a_burst_of_refusals_halves_what_is_under_way_once() -> None:
+    """Eight calls refused at once say one thing; a ninth that began after them says another."""
+    gate = ConcurrencyGate()
+    burst = [gate.enter(1.0) for _ in range(8)]
+
+    for entered in burst:
+        assert entered is not None
+        gate.leave(entered, was_throttled=True)
+    after_burst = gate.limit
+    later = [gate.enter(1.0) for _ in range(4)]
+    is_full = gate.enter(0.0) is None
+    assert later[0] is not None
+    gate.leave(later[0], was_throttled=True)
+
+    assert after_burst == 4
+    assert is_full
+    assert gate.limit == 2
+
+
+def test_c84_successes_allow_more_calls_again() -> None:
+    gate = ConcurrencyGate()
+    first = [gate.enter(1.0) for _ in range(4)]
+    assert first[0] is not None
+    gate.leave(first[0], was_throttled=True)
+    for entered in first[1:]:
+        assert entered is not None
+        gate.leave(entered, was_throttled=False)
+
+    assert gate.limit == 3  # 4 // 2, and two successes more
+
+
+def test_a_call_whose_turn_never_comes_is_refused_in_time(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    gate = ConcurrencyGate()
+    held = [gate.enter(1.0) for _ in range(2)]
+    assert held[0] is not None
+    gate.leave(held[0], was_throttled=True)
+    store = RetryingStore(bench.faulty, Retrier(bench.clock, gate=gate))
+
+    with pytest.raises(StoreThrottled, match="no call's turn came"):
+        store.head(KEY, timeout_s=0.05)
