@@ -211,10 +211,10 @@ def test_c86_32_threads_on_a_cold_process_all_upload(s3_server, tmp_path):
             [sys.executable, "-c", COLD_START, "cold", s3_server.endpoint_url, str(number)],
             env=env, capture_output=True, text=True, timeout=120, check=True,
         ).stdout.strip()
-        for number in range(50)
+        for number in range(25)
     ]  # fmt: skip
 
-    assert said == ["0"] * 50
+    assert said == ["0"] * 25
 
 
 def write_credentials(path: Path, access_key_id: str) -> None:
