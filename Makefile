@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STORE ?= file
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test check format docs clean
 
