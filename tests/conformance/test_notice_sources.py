@@ -413,7 +413,7 @@ def test_a_look_into_a_black_hole_ends(clock: ScriptedClock) -> None:
         with pytest.raises(SourceFailed, match="does not answer PUT") as caught:
             source.look()
 
-    assert caught.value.hint == ""
+    assert caught.value.hint == SourceFailed.mend
 
 
 def test_an_address_where_nothing_listens_is_a_failure_without_the_hop_limit_hint(
@@ -426,7 +426,7 @@ def test_an_address_where_nothing_listens_is_a_failure_without_the_hop_limit_hin
     with pytest.raises(SourceFailed) as caught:
         source.look()
 
-    assert caught.value.hint == ""
+    assert caught.value.hint == SourceFailed.mend
 
 
 def test_a_token_request_that_hangs_beside_a_quick_401_names_the_hop_limit(
