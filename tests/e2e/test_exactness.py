@@ -96,7 +96,7 @@ def test_a_killed_trainer_resumes_from_the_memory_image_alone(make_cluster, twin
         node,
         TOY_FAULT=f"kill:1:7:{tmp_path}/killed",
         TOY_STEP_S="0.1",
-        LASTGASP_FAILPOINTS="upload.complete.before=error@1",
+        LASTGASP_FAILPOINTS="upload.complete.before=EIO@1",
     )
 
     claimed = [event for event in node.events() if event["event"] == "generation.claimed"]
