@@ -314,7 +314,7 @@ def test_f22_a_path_that_is_no_mount_is_refused_where_a_mount_is_required(quick_
 
     code = quick_cluster.run(node, LASTGASP_SPOOL__REQUIRE_MOUNT="true")
 
-    assert code == ExitCode.INTERNAL
+    assert code == ExitCode.CONFIG
     assert "nvme_not_mounted" in node.stderr
     assert quick_cluster.lines(0) == []
     assert not (node.folder / "spool").exists()  # nothing lands on the root disk
@@ -331,7 +331,7 @@ def test_f22_a_mount_is_taken_where_one_is_required(quick_cluster):
 
 
 @pytest.mark.parametrize(
-    ("must_mount", "expected"), [("false", ExitCode.DONE), ("true", ExitCode.INTERNAL)]
+    ("must_mount", "expected"), [("false", ExitCode.DONE), ("true", ExitCode.CONFIG)]
 )
 def test_f22_a_read_only_spool_is_told_and_refused_only_where_the_mount_is_required(
     quick_cluster, must_mount, expected
