@@ -94,7 +94,7 @@ def test_f29_a_complete_that_answers_200_with_an_error_inside_is_not_believed(si
     """Source: S3 API reference, CompleteMultipartUpload: 200 may come before the error."""
     node = sized.node("a")
     body = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>x</Message></Error>"
-    rule = proxy.add(answer_200(body), method="POST", query="uploadId", times=2)
+    rule = proxy.add(answer_200(body), method="POST", key="/data/", query="uploadId", times=2)
 
     sized.start(node, command=SIZED_COMMAND)
     code = sized.finish(node)
@@ -111,7 +111,7 @@ def answer_200(body: bytes):
 
 def test_f29_a_complete_whose_reply_is_lost_is_verified_by_the_object(sized, proxy):
     node = sized.node("a")
-    rule = proxy.add(lose_reply, method="POST", query="uploadId", times=1)
+    rule = proxy.add(lose_reply, method="POST", key="/data/", query="uploadId", times=1)
 
     sized.start(node, command=SIZED_COMMAND)
     code = sized.finish(node)
@@ -124,7 +124,7 @@ def test_f29_a_complete_whose_reply_is_lost_is_verified_by_the_object(sized, pro
 def test_f29_a_complete_that_claims_success_for_an_object_that_is_not_there(sized, proxy):
     node = sized.node("a")
     done = b"<CompleteMultipartUploadResult><ETag>x</ETag></CompleteMultipartUploadResult>"
-    proxy.add(answer_200(done), method="POST", query="uploadId", times=1)
+    proxy.add(answer_200(done), method="POST", key="/data/", query="uploadId", times=1)
 
     sized.start(node, command=SIZED_COMMAND, SIZED_STEPS="17")
     failed = sized.wait_for_event(node, "checkpoint.persist_failed")
