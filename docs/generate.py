@@ -109,7 +109,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         return "list of " + _allowed(schema["items"])
     if "anyOf" in schema:
-        return "duration"
+        return str(schema.get("title", "duration"))
     if "minimum" in schema:
         return f"{schema['minimum']} to {schema['maximum']}"
     return {"string": "text", "boolean": "`true`, `false`"}[schema["type"]]

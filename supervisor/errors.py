@@ -311,7 +311,7 @@ REPORTED: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "peer_denied": (
         "Another user, or one connection too many, tried to talk to the socket",
-        "run the job and the supervisor as one user",
+        "run the job and the supervisor as one user; look for processes that keep connections",
     ),
     "protocol_error": (
         "A peer on the socket broke the protocol and was dropped; the others go on",

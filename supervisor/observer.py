@@ -12,6 +12,7 @@ from typing import Any
 
 from supervisor.checkpoint.persist import Committed, PersistJob
 from supervisor.clock import Clock
+from supervisor.errors import REPORTED
 from supervisor.lifecycle import JobState, inputs
 from supervisor.lifecycle.decision import decide
 from supervisor.lifecycle.inputs import Event, Moment
@@ -114,7 +115,7 @@ class Observer:
                 pid=pid,
                 error_id="peer_denied",
                 reason=reason,
-                hint="run the job and the supervisor as one user",
+                hint=REPORTED["peer_denied"][1],
             )
 
     def noted(self, kind: str, facts: dict[str, Any], measurements: Measurements) -> None:
