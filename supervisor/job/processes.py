@@ -18,6 +18,7 @@ from supervisor.job.rank_env import MARKER
 
 TERM_GRACE_S = 5.0
 KILL_LIMIT_S = 30.0
+LOOK_EVERY_S = 0.05
 SHELLS = frozenset({"sh", "ash", "bash", "dash", "ksh", "zsh", "busybox"})
 
 
@@ -67,7 +68,8 @@ def stop_job(
         if clock.monotonic() > give_up_at:
             on_left([process.pid for process in left])
             return
-        psutil.wait_procs(left, timeout=0.5)
+        # Not psutil's own wait: it would reap our child, and its exit code were lost as 0.
+        clock.sleep(LOOK_EVERY_S)
 
 
 def shell_above_us() -> str | None:
