@@ -180,7 +180,7 @@ _DURATION_SCHEMA: Mapping[str, Any] = {
 
 _SIZE_SCHEMA: Mapping[str, Any] = {
     "title": "size",
-    "anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(\.\d+)? ?(B|[KMGT]i?B)?$"}]
+    "anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(\.\d+)? ?(B|[KMGT]i?B)?$"}],
 }
 
 

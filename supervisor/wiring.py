@@ -50,6 +50,7 @@ from supervisor.store.retry import Retrier, RetryingStore
 from supervisor.store.s3 import open_s3
 from supervisor.store.s3_session import S3Settings
 from supervisor.systemd import ServiceManager
+from trainer_sdk.protocol.names import DATA_PREFIX, PART_PREFIX
 
 PROBE_LIMIT_S = 30.0
 START_LIMIT_S = 60.0
@@ -231,6 +232,13 @@ class Supervised:
             raise JobFinished(state.finished, hint="to train on, give the job another [job] id")
         is_new = state.gen == 0
         has_local = LocalSets(spool).may_have(state)
+        if is_new and not self._options.allow_fresh and _has_remains(log):
+            raise NoCheckpointFound(
+                f"the log of job {log.keys.job_id!r} at {log.store.url} is gone, but objects of "
+                "its checkpoints are there",
+                hint="restore the log/ folder from a backup or bucket versions; to begin at step "
+                "0, use --allow-fresh or another [job] id",
+            )
         if not (is_new or state.live or has_local or self._options.allow_fresh):
             raise NoCheckpointFound(
                 f"job {log.keys.job_id!r} was started before, but its log at {log.store.url} has "
@@ -421,3 +429,14 @@ class Supervised:
             signal.signal(number, on_signal)
         # A terminal that goes away is no reason to stop training.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _has_remains(log: CommitLog) -> bool:
+    """Whether this job stored anything. A log begins before the first object, so without a log
+    there is nothing, unless somebody removed it."""
+    prefixes = (DATA_PREFIX, PART_PREFIX)
+    return any(
+        True
+        for prefix in prefixes
+        for _ in log.store.list_keys(log.keys.full(prefix), timeout_s=START_LIMIT_S)
+    )

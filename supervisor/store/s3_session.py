@@ -138,6 +138,11 @@ class S3Session:
         client = clients.patient if timeout_s >= _PATIENT_FROM_S else clients.quick
         with self._library_errors(action, key):
             answer: dict[str, Any] = getattr(client, action)(**params)
+            if action == "create_multipart_upload" and not answer.get("UploadId"):
+                raise PermanentStoreError(
+                    f"{action} {key!r}: the reply is not that of an S3 server",
+                    hint="check [store] endpoint_url: something else answers there",
+                )
             return answer
         raise AssertionError("unreachable")
 

@@ -175,6 +175,21 @@ def test_a_store_that_holds_another_job_is_shared_and_the_other_is_left_alone(tr
     assert contents(theirs) == before
 
 
+def test_a_job_whose_log_was_removed_does_not_begin_anew_in_silence(make_cluster, trained):
+    cluster = make_cluster(world=1)
+    shutil.rmtree(cluster.folder / "store")
+    shutil.copytree(trained.folder / "store", cluster.folder / "store")
+    shutil.rmtree(cluster.folder / "store" / "jobs" / "toy" / "log")
+    node = cluster.node("a")
+
+    done = run(cluster, node)
+
+    assert done.returncode == ExitCode.NO_CHECKPOINT
+    assert "[no_checkpoint_found]" in done.stderr
+    assert "what to do:" in done.stderr
+    assert cluster.lines(0) == []
+
+
 def test_the_script_of_another_job_under_this_jobs_id_is_refused_by_name_and_harms_nothing(
     make_cluster, trained
 ):
