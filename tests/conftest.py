@@ -65,7 +65,11 @@ def quick_cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
 
 
 def s3_options(server: S3Server, endpoint_url: str, **env: str) -> dict[str, Any]:
-    """A cluster's options for a new bucket of the server, reached by this URL."""
+    """A cluster's options for a new bucket of the server, reached by this URL.
+
+    The buckets of earlier tests go: a server has room for so many.
+    """
+    server.drop_buckets("e2e-")
     bucket = f"e2e-{uuid.uuid4().hex[:12]}"
     server.make_bucket(bucket)
     return {
