@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Cluster, run_twin
+from tests.e2e.harness import SIZED_COMMAND, Cluster, Node, run_twin
 from tests.fault_proxy import FaultProxy
 from tests.s3_server import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
 
@@ -62,6 +63,29 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
 def quick_cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
     """The toy of `quick_twin` on a directory store."""
     return make_cluster(world=1, env={"TOY_WORKERS": "0"})
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The sized job, killed with checkpoints of steps 5 and 10; tests work on copies."""
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    cluster = Cluster(folder=folder, world=1, env={"SIZED_STEP_S": "0.05"})
+    node = cluster.node("a")
+    cluster.start(node, command=SIZED_COMMAND, SIZED_STEPS="1000")
+    cluster.wait_for_event(node, "checkpoint.committed", step=10)
+    cluster.kill_everything(node)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def copied(make_cluster: Callable[..., Cluster], saved: Cluster) -> tuple[Cluster, Node]:
+    """A copy of the saved job's store and log, to end at step 14, and a node without a spool."""
+    cluster = make_cluster(world=1, env={"SIZED_STEPS": "14", "SIZED_STEP_S": "0.05"})
+    for name in ("store", "log"):
+        shutil.rmtree(cluster.folder / name)
+        shutil.copytree(saved.folder / name, cluster.folder / name)
+    return cluster, cluster.node("b")
 
 
 def s3_options(server: S3Server, endpoint_url: str, **env: str) -> dict[str, Any]:

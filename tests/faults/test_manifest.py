@@ -6,38 +6,15 @@ Everything here has digests that fit, so only its meaning gives it away.
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 import pytest
 
 from supervisor.errors import ExitCode
-from tests.e2e.harness import SIZED_COMMAND, Cluster, assert_sized, read_log
+from tests.e2e.harness import SIZED_COMMAND, assert_sized, read_log
 from tests.tampering import change_last_image, change_last_part, change_last_record, log_slots
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-SIZED = {"SIZED_STEPS": "14", "SIZED_STEP_S": "0.05"}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A job with checkpoints of steps 5 and 10, killed; each test works on a copy of its store."""
-    cluster = Cluster(folder=tmp_path_factory.mktemp("saved") / "c", world=1, env=SIZED)
-    node = cluster.node("a")
-    cluster.start(node, command=SIZED_COMMAND, SIZED_STEPS="1000")
-    cluster.wait_for_event(node, "checkpoint.committed", step=10)
-    cluster.kill_everything(node)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture
-def copied(make_cluster, saved):
-    cluster = make_cluster(world=1, env=SIZED)
-    for name in ("store", "log"):
-        shutil.rmtree(cluster.folder / name)
-        shutil.copytree(saved.folder / name, cluster.folder / name)
-    return cluster, cluster.node("b")
 
 
 def twice(part: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.errors import ExitCode
-from tests.e2e.harness import SIZED_COMMAND, Cluster, assert_sized, base_env, read_log
+from tests.e2e.harness import SIZED_COMMAND, assert_sized, base_env, read_log
 from tests.fakes import connect_as_nobody
 from tests.tampering import change_last_part, job_folder, overwrite
 
@@ -30,28 +30,6 @@ EVIL_NAMES = {
     "another job's": "../another/data/24/0000000001/000000000010/000000-" + "2" * 32,
     "another step's": "data/24/0000000001/000000000005/000000-245e7e34d8c74682917bb34634aae7bf",
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A job with checkpoints of steps 5 and 10, killed; each test works on a copy of its store."""
-    cluster = Cluster(folder=tmp_path_factory.mktemp("saved") / "c", world=1, env=SIZED)
-    node = cluster.node("a")
-    cluster.start(node, command=SIZED_COMMAND, SIZED_STEPS="1000")
-    cluster.wait_for_event(node, "checkpoint.committed", step=10)
-    cluster.kill_everything(node)
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture
-def copied(make_cluster, saved):
-    """A cluster with a copy of the saved job's store and log, and a node without a spool."""
-    cluster = make_cluster(world=1, env=SIZED)
-    for name in ("store", "log"):
-        shutil.rmtree(cluster.folder / name)
-        shutil.copytree(saved.folder / name, cluster.folder / name)
-    return cluster, cluster.node("b")
 
 
 def outside(cluster) -> dict[str, bytes]:
@@ -124,12 +102,8 @@ def test_c133_f64_a_link_in_a_shards_place_is_not_followed(copied):
 
 @pytest.mark.parametrize("field", ["key", "name"])
 @pytest.mark.parametrize("evil", ["up", "absolute", "nul", "long"])
-def test_c133_f64_a_spool_record_with_such_a_name_is_passed_over(make_cluster, saved, evil, field):
-    cluster = make_cluster(world=1, env=SIZED)
-    for name in ("store", "log"):
-        shutil.rmtree(cluster.folder / name)
-        shutil.copytree(saved.folder / name, cluster.folder / name)
-    node = cluster.node("b")
+def test_c133_f64_a_spool_record_with_such_a_name_is_passed_over(copied, saved, evil, field):
+    cluster, node = copied
     shutil.copytree(saved.folder / "a" / "spool", node.folder / "spool")
     [record] = (node.folder / "spool").rglob("*-000000000010/READY.json")
     document = json.loads(record.read_bytes())
